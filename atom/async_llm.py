@@ -205,7 +205,7 @@ class AsyncLLMEngine:
         tasks = [asyncio.create_task(pool(*each)) for each in zip(prompts, names, strict=True)]
         try:
             return await asyncio.gather(*tasks)
-        finally:  # where one has failed, or nobody waits any more
+        finally:  # if one has failed, or nobody waits any more
             for task in tasks:
                 task.cancel()
 

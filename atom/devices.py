@@ -24,7 +24,7 @@ VENDORS = {
 
 @cache
 def find_device() -> str:
-    """Find the device: cuda where torch is built for GPUs and the driver has one for this process, else cpu."""
+    """Find the device: cuda if torch is built for GPUs and the driver has one for this process, else cpu."""
     return "cuda" if count_devices() else "cpu"
 
 
@@ -59,7 +59,7 @@ def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
 def open_early() -> threading.Thread:
     """Create the first GPU's context in a thread, while this one imports torch, which then uses it.
 
-    Where that fails, torch creates it, or reports the error.
+    If that fails, torch creates it, or reports the error.
     """
     thread = threading.Thread(target=_retain_context)
     thread.start()

@@ -88,7 +88,7 @@ ONLINE = {
     "int4": "int4[1, 128]",
     "mxfp4": "mxfp4",
 }
-FOUR_BITS = ("int4", "mxfp4")  # of these, those that are calibrated where no text is named
+FOUR_BITS = ("int4", "mxfp4")  # of these, those that are calibrated if no text is named
 FP8, INT8 = Part("", "fp8_e4m3", "elements"), Part("", "i8", "elements")
 SCALE = Part("_scale", "fp32")
 CT_VALUES, CT_ZEROS = Part("_packed", "u8", "bytes", "columns"), Part("_zero_point", "u8", words="rows")

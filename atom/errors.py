@@ -85,7 +85,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_a_lack_of_memory(message: str) -> Iterator[None]:
-    """Raise CapacityError with this message where this context runs out of memory."""
+    """Raise CapacityError with this message if this context runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -89,7 +89,7 @@ class LLMEngine:
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
-        prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
+        prompt_logprobs if asked for. A prompt that fails while others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
         return [answer(sequence) for sequence in self.complete(prompts, sampling_params, adapters, use_tqdm)]

@@ -40,7 +40,7 @@ def left_out(config: Config) -> list[str]:
 def mtp_patterns(config: Config) -> Sequence[str]:
     """The patterns of tensors of multi-token prediction layers, stored after the last layer, that are left out.
 
-    Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own. What
+    Of the first layer, if it drafts tokens, these are its embedding and head, which equal the model's own. What
     layers share is left out with the first.
     """
     found: list[str] = []
@@ -89,7 +89,7 @@ def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None
 
 
 def check_same_tokens(tokenizer: Tokenizer | None, checkpoint: Checkpoint, config: Config) -> None:
-    """Check that a whole model that drafts has the same tokens, where both checkpoints have a tokenizer."""
+    """Check that a whole model that drafts has the same tokens, if both checkpoints have a tokenizer."""
     method = config.serve.draft_method
     if tokenizer is None or not isinstance(checkpoint, JoinedCheckpoint) or not (method and method.needs_same_tokens):
         return

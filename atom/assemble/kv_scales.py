@@ -17,7 +17,7 @@ from atom.runtime.step.model import Model
 
 
 def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, *, is_random: bool) -> ScalePlan:
-    """Plan where to take scales of an fp8 cache from that the checkpoint does not have.
+    """Plan the source of fp8 cache scales that the checkpoint lacks.
 
     is_random: whether weights are random, of which nothing is measured
     """

@@ -148,7 +148,7 @@ def max_flops(own: float, exchange: Exchange) -> float:
 
 
 def measure_costs(runner: Runner) -> None:
-    """Measure what it takes to load KV from the host, where some is kept, and to compute it."""
+    """Measure what it takes to load KV from the host, if some is kept there, and to compute it."""
     if runner.host is not None:
         num_tokens = min(TIMED_TOKENS[runner.model.device.type], runner.model.limits.max_num_batched_tokens)
         runner.host.costs = measure_swap(runner.model, runner.host, num_tokens)

@@ -28,7 +28,7 @@ ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tenso
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
 NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
-SYNTHETIC = ("random", "prefix_repetition")  # need no file, and no tokenizer where token ids are sent
+SYNTHETIC = ("random", "prefix_repetition")  # need no file, and no tokenizer if token ids are sent
 DATASETS = (*SYNTHETIC, "sharegpt", "sonnet", "burstgpt", "hf", "custom")
 SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
 OTHER_FIELDS = ("tgi", "tensorrt-llm", "deepspeed-mii")  # backends with other fields than OpenAI's
@@ -52,7 +52,7 @@ OF_VLLM = {  # flags that `vllm bench serve` has -> what to do instead
     "--plot-timeline": "there is no such plot; --save-detailed keeps the times of each request",
     "--random-batch-size": "a request has one prompt; embeddings are not measured",
     "--skip-chat-template": "leave it out: prompts are put into a template only with --use-chat-template",
-    "--skip-tokenizer-init": "leave it out: where no tokenizer is found, random prompts are sent as token ids",
+    "--skip-tokenizer-init": "leave it out: if no tokenizer is found, random prompts are sent as token ids",
     "--tokenizer-mode": "leave it out: tokenizers are read by transformers",
     "--use-beam-search": "answers of beam search are not streamed",
 }
@@ -64,8 +64,8 @@ def make_parser() -> FlagParser:
     add = parser.add_argument
     add("--backend", default="vllm", choices=sorted(ASYNC_REQUEST_FUNCS), help="the protocol that the server speaks")
     add("--model", help="its name, and where its tokenizer is, unless others are given; by default the server's first")
-    add("--served-model-name", help="the name that requests give the model, where it is not --model")
-    add("--tokenizer", help="a folder or hub id, where it is not --model's")
+    add("--served-model-name", help="the name that requests give the model, if it is not --model")
+    add("--tokenizer", help="a folder or hub id, if it is not --model's")
     add("--trust-remote-code", action="store_true", help="run a tokenizer's own code")
     add("--base-url", help="http://host:port, in place of --host and --port")
     add("--host", default="127.0.0.1", help="the server's host")
@@ -105,12 +105,12 @@ def make_parser() -> FlagParser:
     add("--sonnet-output-len", type=positive_int, default=150, help="tokens of an answer")
     add("--sonnet-prefix-len", type=positive_int, default=200, help="tokens that all prompts share")
     add("--hf-subset", help="subset of the data set")
-    add("--hf-split", help="split of the data set; train where none is given")
+    add("--hf-split", help="split of the data set; train if none is given")
     add("--hf-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
 
     group = parser.add_argument_group("sampling, of backends with OpenAI's fields")
     add = group.add_argument
-    add("--temperature", type=float, help="0, which is greedy, where none is given")
+    add("--temperature", type=float, help="0, which is greedy, if none is given")
     add("--top-p", type=float, help="by default the server's, as are those that follow")
     add("--top-k", type=int, help="number of tokens that are drawn from")
     add("--min-p", type=float, help="share of the likeliest token's probability")

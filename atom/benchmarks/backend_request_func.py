@@ -31,7 +31,7 @@ ERROR_LENGTH = 500  # characters of a server's answer that an error quotes
 
 @dataclass(slots=True)
 class RequestFuncInput:
-    prompt: str | list[int]  # text, or token ids where the protocol takes them
+    prompt: str | list[int]  # text, or token ids if the protocol takes them
     api_url: str
     prompt_len: int  # tokens, as we count them
     output_len: int  # tokens asked for

@@ -3,7 +3,7 @@
     python -m atom.benchmarks.benchmark_serving --model org/model --base-url http://localhost:8000 \\
         --dataset-name random --random-input-len 1024 --random-output-len 128 --num-prompts 1000 --ignore-eos
 
-The table goes to stdout, everything else to stderr. Exit code 1 where no request was answered.
+The table goes to stdout, everything else to stderr. Exit code 1 if no request was answered.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def make_result(
     measured: Measurement,
     metrics: BenchmarkMetrics,
 ) -> dict[str, Any]:
-    """Make the content of a result file. Metadata is under its own names too, where these are free."""
+    """Make the content of a result file. Metadata is under its own names too, if these are free."""
     result = {
         **args.metadata,
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

@@ -45,7 +45,7 @@ SPARE_FILES = 64  # descriptors besides those of the connections
 class Measurement:
     outputs: list[RequestFuncOutput]  # in the order of the requests
     seconds: float
-    hardware: str  # the server's hardware, where it says so; else that of this machine
+    hardware: str  # the server's hardware, if it reports it; else that of this machine
     hardware_of: str  # server or client
     trouble: str  # errors after the requests; empty without any
 

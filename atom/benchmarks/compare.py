@@ -24,7 +24,7 @@ from atom.measurement.plot import Point, Series, draw_png, write_html
 
 NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
 DATE = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # at the end of the names that benchmark_serving makes
-UNIT = "output tokens/s (a GPU, where tp is known)"
+UNIT = "output tokens/s (a GPU, if tp is known)"
 COLUMNS = (  # key of a result, title
     ("output_throughput", "output tok/s"),
     ("median_ttft_ms", "median TTFT ms"),
@@ -137,14 +137,14 @@ def sort_key(key: str) -> tuple[Any, ...]:
 
 
 def note_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A note where requests failed, which are in no number; else an empty text."""
+    """A note if requests failed, which are in no number; else an empty text."""
     counts = [(f"{each.label} {key}", each.by_key[key].get("failed")) for each in (a, b) for key in keys]
     parts = [f"{num} of {name}" for name, num in counts if num]
     return f"Requests failed, and the numbers leave them out: {', '.join(parts)}." if parts else ""
 
 
 def note_cached(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A note where a server did not compute all prompts; else an empty text."""
+    """A note if a server did not compute all prompts; else an empty text."""
     counts = [(f"{each.label} {key}", each.by_key[key].get("total_cached_tokens")) for each in (a, b) for key in keys]
     parts = [f"{num} of {name}" for name, num in counts if num]
     return f"Prompt tokens that came from a prefix cache: {', '.join(parts)}." if parts else ""
@@ -157,7 +157,7 @@ def note_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:
 
 
 def note_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A note where the two ran on different or unknown hardware; else an empty text."""
+    """A note if the two ran on different or unknown hardware; else an empty text."""
     named = [sorted({str(each.by_key[key].get("hardware") or "") for key in keys}) for each in (a, b)]
     if any("" in each for each in named):
         return "The results do not all say what hardware they ran on: the ratios may compare machines."

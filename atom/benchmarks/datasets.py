@@ -6,7 +6,7 @@
     sample_burstgpt(rng, form, 100, Path("BurstGPT.csv"))
     sample_sharegpt(rng, form, 100, read_hf("org/conversations", subset=None, split=None), output_len=None)
 
-Each function gives at most as many requests as asked for, and says so where a data set has fewer usable entries.
+Each function gives at most as many requests as asked for, and says so if a data set has fewer usable entries.
 Prompts that need no data set are in random_dataset.py.
 """
 

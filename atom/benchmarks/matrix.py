@@ -104,7 +104,7 @@ def join_texts(argv: Sequence[str]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the cases that are left, and show all results. Exit code 1 where a case could not be fully measured."""
+    """Measure the cases that are left, and show all results. Exit code 1 if a case could not be fully measured."""
     choices = itertools.product(args.tp, args.input_len, args.output_len, args.concurrency)
     cases = [Case(*choice) for choice in dict.fromkeys(choices)]
     with ending_on_sigterm():

@@ -114,7 +114,7 @@ def stop(server: Server, grace: float) -> None:
             server.wait(grace)
     except subprocess.TimeoutExpired:
         say(f"the server did not end within {grace:g} s of SIGTERM: killed")
-    finally:  # also where the wait is interrupted
+    finally:  # also if the wait is interrupted
         with contextlib.suppress(ProcessLookupError):  # all of the group have ended
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()

@@ -210,7 +210,7 @@ def _lock(path: Path, on_wait: Callable[[], object]) -> int:
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Make a folder and the one it is in if they are missing. Unfit where others can write to them."""
+    """Make a folder and the one it is in if they are missing. Unfit if others can write to them."""
     for each in (folder.parent, folder):
         each.mkdir(0o700, parents=True, exist_ok=True)
         check_owner(each, is_folder=True)

@@ -137,7 +137,7 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
     `rope_theta`, `rope_scaling` (with `type` or `rope_type`), `partial_rotary_factor` and, if the type of rope has
     it, `original_max_position_embeddings` move into it, with the precedence of transformers.modeling_rope_utils.
 
-    Where layer types differ, the parameters of full_attention are at the top, the others are objects next to them:
+    If layer types differ, the parameters of full_attention are at the top, the others are objects next to them:
     {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
     null is a layer type without rope, rope_type "none" at the top. UnsupportedError if there is no full_attention.
     """

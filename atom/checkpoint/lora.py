@@ -6,7 +6,7 @@
     adapter.hash()
     adapter.digest                                                  # of both files
 
-Experts have factors of each linear, `mlp.experts.3.up_proj`, or where transformers has them as one parameter, factors
+Experts have factors of each linear, `mlp.experts.3.up_proj`, or if transformers has them as one parameter, factors
 of that: `mlp.experts.base_layer` and `mlp.experts`, of the parameters that `target_parameters` names.
 
 Refused by name is what changes more than a linear's output: DoRA, biases, modules saved whole, embeddings.

@@ -31,7 +31,7 @@ class Quantization:
     plain: list[str] = field(default_factory=list)  # patterns of modules that are stored plain
     unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
-    act: str | None = None  # int8 where linears of 8-bit integers are to multiply activations in these too
+    act: str | None = None  # int8 if linears of 8-bit integers are to multiply activations in these too
 
 
 def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:

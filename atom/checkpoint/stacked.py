@@ -5,7 +5,7 @@
     checkpoint.tensors["layers.3.17.up"]
     checkpoint.read("layers.3.17.up")        # a view of the mapped file: nothing is copied
 
-transformers 5 can save the experts of a layer as one tensor, where the hub, and so a graph, has a tensor for each
+transformers 5 can save the experts of a layer as one tensor, while the hub, and so a graph, has a tensor for each
 expert.
 """
 

@@ -52,7 +52,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     """Compose conf/ and the overrides with Hydra, also within a job of a sweep, where Hydra runs already.
 
     Hydra composes the choices of groups, those of conf/ only once a process; values are set afterwards. Nor could it
-    set all of them: it takes a plain field for a group where a config dir has a folder of that name, and cannot fill
+    set all of them: it takes a plain field for a group if a config dir has a folder of that name, and cannot fill
     blocks that may be null.
     """
     optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
@@ -131,7 +131,7 @@ def compose_choices(schema: Any, choices: Sequence[str]) -> DictConfig:
 
 
 def is_value(text: str, schema: Any, optional: Sequence[str], is_ordered: bool) -> bool:
-    """Whether an override sets a plain field, a value in an optional block or, where none is ordered, a dotted key."""
+    """Whether an override sets a plain field, a value in an optional block or, if none is ordered, a dotted key."""
     key = text.lstrip("+").partition("=")[0]
     if any(key.startswith(f"{at}.") for at in optional):
         return True
@@ -248,7 +248,7 @@ def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
 
 
 def look_up_same(key: str, *, _root_: DictConfig, _node_: Any) -> Any:
-    """`${same:key}`: the value of config.json, or that of all layers where it lists one for each."""
+    """`${same:key}`: the value of config.json, or that of all layers if it lists one for each."""
     value = look_up(key, _root_=_root_, _node_=_node_)
     if not isinstance(value, list) or not value:
         return value

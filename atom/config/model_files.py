@@ -73,9 +73,9 @@ class ModelFile(NamedTuple):
 class Source(NamedTuple):
     overrides: list[str]  # with the model file named
     hf: dict[str, Any]  # the checkpoint's config.json
-    embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
+    embedded: dict[str, Any] | None  # the model file's own checkpoint, if none is given
     generation: dict[str, Any]  # the checkpoint's generation_config.json
-    names: frozenset[str] = frozenset()  # of the checkpoint's tensors, where they matter and are known
+    names: frozenset[str] = frozenset()  # of the checkpoint's tensors, if they matter and are known
     files: tuple[ModelFile, ...] = ()  # the model file, and those that it inherits from
     described: Checkpoint | None = None  # closed
 

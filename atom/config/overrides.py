@@ -123,7 +123,7 @@ def is_group(key: str) -> bool:
 
 
 def check_choice(key: str, value: str) -> None:
-    """Raise ConfigError where Hydra would raise another error for what is chosen of a group."""
+    """Raise ConfigError if Hydra would raise another error for what is chosen of a group."""
     parsed = parse(f"{key}={value}")
     choice = "" if parsed.is_sweep_override() else parsed.value()
     names = choice if isinstance(choice, list) else [choice]

@@ -58,7 +58,7 @@ def find_mixture(model: ModelConfig) -> MLPConfig | None:
 
 
 def sent_share(mixture: MLPConfig, parts: int) -> float:
-    """The share of tokens that choose an expert of one of this many parts, where all experts are chosen alike."""
+    """The share of tokens that choose an expert of one of this many parts, if all experts are chosen equally often."""
     assert mixture.experts and mixture.top_k, "config.load checks that it has them"
     others, top_k = mixture.experts - -(-mixture.experts // parts), min(mixture.top_k, mixture.experts)
     return 1 - math.comb(others, top_k) / math.comb(mixture.experts, top_k)
@@ -108,7 +108,7 @@ def _derive_hosts(config: Config) -> ParallelConfig:
 
 
 def _check_unasked(parallel: ParallelConfig, torchrun: TorchrunConfig) -> None:
-    """Check that torchrun has not started this process as a rank, where it would open an engine with ranks itself."""
+    """Check that torchrun has not started this process as a rank, if it would open an engine with ranks itself."""
     if torchrun.run_id is None or parallel.num_ranks == 1:  # a cluster may set RANK and WORLD_SIZE for itself
         return
     if (world_size := _whole("WORLD_SIZE", torchrun.world_size or "1")) > 1:

@@ -93,7 +93,7 @@ def cache_folder(folder: str | None) -> str:
 
 
 def with_pooler(config: Config) -> Config:
-    """Take from sentence-transformers' files how embeddings are made, where the configuration leaves it to them."""
+    """Take the pooling from sentence-transformers' files, if the configuration leaves it to them."""
     pooler, stored = config.serve.pooler_config, config.hf.get("sentence_transformers") or {}
     kind = stored.get("pooling") if pooler.pooling_type == "auto" else pooler.pooling_type
     normalize = stored.get("normalize", True) if pooler.normalize is None else pooler.normalize
@@ -102,7 +102,7 @@ def with_pooler(config: Config) -> Config:
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> str:
-    """The dtype that config.json states; bf16 where it states none."""
+    """The dtype of config.json; bf16 if it has none."""
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in BY_NAME:
         raise ConfigError(f"dtype=auto: the checkpoint says {dtype}; choose dtype=bf16, fp16 or fp32")

@@ -158,7 +158,7 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
 def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
     """Turn longrope (Ding et al. 2024) into plain factors.
 
-    These are the long ones where sequences may become longer than the original context. All sequences have the same,
+    These are the long ones if sequences may become longer than the original context. All sequences have the same,
     since the KV of a sequence must not change while it grows.
     """
     assert rope.original_max_position is not None, "derive_rope sets it"

@@ -27,7 +27,7 @@ def one_of(*built: Any, later: Any = ()) -> Any:
 
 
 class Jobs(NamedTuple):
-    """The jobs that a field or a block is for, and the job that it implies where no job is named."""
+    """The jobs that a field or a block is for, and the job that it implies if no job is named."""
 
     names: tuple[str, ...]
     implied: str | None
@@ -83,8 +83,8 @@ class RopeConfig:
     query_growth: float = number(0.0, 0)  # gqa: queries times 1 + it * ln(1 + position // original_max_position)
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
-    short_factor: list[float] | None = None  # longrope: factors where max_model_len is at most original_max_position
-    long_factor: list[float] | None = None  # longrope: factors where it is more
+    short_factor: list[float] | None = None  # longrope: factors if max_model_len is at most original_max_position
+    long_factor: list[float] | None = None  # longrope: factors if it is more
 
 
 @dataclass
@@ -103,8 +103,8 @@ class AttentionConfig:
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
     sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
     window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
-    window_from: int = number(0, 0, INT32)  # first layer with the window, where layer_types is null
-    full_every: int | None = number(None, 1, INT32)  # layers without it: each of that number, where layer_types is null
+    window_from: int = number(0, 0, INT32)  # first layer with the window, if layer_types is null
+    full_every: int | None = number(None, 1, INT32)  # layers without it: each of that number, if layer_types is null
     layer_types: list[str] | None = None  # by layer: full_attention | sliding_attention
     q_rank: int | None = number(None, 1, INT32)  # mla: latent dims of q; null: none
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
@@ -190,7 +190,7 @@ class Eagle3Config:
 class ModelConfig:
     name: str = ""  # the file in conf/model, set by load
     architectures: list[str] = field(default_factory=list)  # of config.json, which take this file
-    model_types: list[str] = field(default_factory=list)  # of which model_type, where two files list an architecture
+    model_types: list[str] = field(default_factory=list)  # of which model_type, if two files list an architecture
     auto: bool = True  # false: taken only by name
     hidden: int = number(0, 1, INT32)  # size of a token's hidden state
     layers: int = number(0, 1, MAX_LAYERS)  # of the body
@@ -224,7 +224,7 @@ class ModelConfig:
     tool_calls: str | None = None  # the format of calls: a name in conf/tool_calls, or a YAML file; null: not known
     reasoning: list[str] | None = None  # the markers before and after the thoughts that precede an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
-    usual: UsualConfig | None = None  # the checkpoint where this file is named and none is; null after load
+    usual: UsualConfig | None = None  # the checkpoint if this file is named and none is given; null after load
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load if one is set
 
     def layer_like(self, layer: int) -> int:
@@ -301,7 +301,7 @@ class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
     listen_when_ready: bool = False  # refuse connections until requests can be answered; false: /health says loading
-    root_path: str = ""  # path in front of all routes, as /llm, where a proxy serves other programs too
+    root_path: str = ""  # path in front of all routes, as /llm, if a proxy serves other programs too
     ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
     ssl_keyfile: str | None = None  # PEM file of the private key of HTTPS; null: it is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
@@ -457,7 +457,7 @@ class SamplingConfig(SamplingParams):
     logit_bias: Any = None
     structured_outputs: Any = None
     max_tokens: int | None = number(None, 1, INT32)  # type: ignore[assignment]  # null: 64; of a chat served: all that fit
-    defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json where none is given
+    defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json if none is given
 
     def values(self) -> dict[str, Any]:
         """The values of the fields of SamplingParams; without max_tokens if it is null."""
@@ -479,7 +479,7 @@ class Config:
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", *MODEL_DTYPES)  # auto: the checkpoint's
-    device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU where one is
+    device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU if present
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
     tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache

@@ -4,7 +4,7 @@
     model.tied      # False: the checkpoint stores another head, which is used
 
 As in transformers 5, a stored head counts unless it equals the embedding. One that is left out is in `model.ignore`.
-Where only one of the two is stored, it is both.
+If only one of the two is stored, it is both.
 """
 
 from __future__ import annotations

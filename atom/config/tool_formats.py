@@ -55,7 +55,7 @@ class ToolFormat:
     call: tuple[str, ...] = ()  # one call; the first of them that reads it counts
     end: tuple[str, ...] = ()  # any of them may follow the calls
     parameter: str = ""  # one of {parameters}
-    id: tuple[str, ...] = ()  # what {id} consists of, where the name is in it
+    id: tuple[str, ...] = ()  # what {id} consists of, if the name is in it
     separator: str = ""  # characters that may be between the calls of a block, besides space
     bare: bool = False  # an answer may begin with a call in JSON or a list, without begin
     tokens: bool = False  # a marker that is a token of the checkpoint counts only as that token, not spelled out
@@ -159,7 +159,7 @@ def make_format(values: Any, at: str) -> ToolFormat:
 
 
 def openers(tool_format: ToolFormat) -> list[str]:
-    """The texts with which calls begin: begin, or where that is nothing, what a call has before its first field."""
+    """The texts with which calls begin: begin, or if that is empty, what a call has before its first field."""
     firsts = [FIELD.split(call)[0].strip() for call in tool_format.call]
     begins = tool_format.begin or ("",)
     found = [opener for begin in begins for opener in ([begin] if begin else firsts)]

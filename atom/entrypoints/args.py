@@ -55,7 +55,7 @@ class Flag(NamedTuple):
     key: str  # the key that it overrides
     about: str
     short: str = ""  # another name
-    null: str = "none"  # the meaning of the default null, for --help; where `write` is given, of any default
+    null: str = "none"  # the meaning of the default null, for --help; if `write` is given, of any default
     accepted: tuple[Any, ...] = ()  # values that override nothing; those of a flag without a key are all that it takes
     of: tuple[str, ...] = BOTH  # whose flag it is
     read: Read | None = None  # None: of the type of its field

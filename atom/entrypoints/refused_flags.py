@@ -156,7 +156,7 @@ VLLM_REFUSED = {
     "a few threads render and tokenize; leave it out": "renderer-num-workers",
     "the server speaks only HTTP; leave it out": "grpc grpc-port",
     "/docs asks no other host for anything; leave it out": "enable-offline-docs",
-    "every path but /health and /ping needs a key where --api-key is set; leave it out": "disable-fastapi-docs",
+    "every path but /health and /ping needs a key if --api-key is set; leave it out": "disable-fastapi-docs",
     "pages of --allowed-origins may send every method and header, and no cookies; leave it out": """
         allow-credentials allowed-methods allowed-headers""",
     "put a proxy in front, which asks clients for certificates": """

@@ -294,7 +294,7 @@ class VLLMArgs(EngineArgs):
     )
     async_scheduling: bool | None = vllm_flag("", "a GPU's steps are always planned ahead", accepted=(True,))
     calculate_kv_scales: bool | None = vllm_flag(
-        "", "scales of an fp8 cache are measured where the checkpoint has none", accepted=(True,)
+        "", "scales of an fp8 cache are measured if the checkpoint has none", accepted=(True,)
     )
     use_tqdm_on_load: bool | None = vllm_flag("", "loading always shows its progress", accepted=(True,))
     disable_log_requests: bool | None = vllm_flag("", "no prompt is ever logged", accepted=(True,))
@@ -337,7 +337,7 @@ class VLLMArgs(EngineArgs):
         return [override("checkpoint", model), *super().overrides()]
 
     def check_format(self, model: str | None) -> None:
-        """ConfigError where --load-format is not the checkpoint's."""
+        """ConfigError if --load-format is not the checkpoint's."""
         address = parse_address(model or "")
         is_gguf = (model or "").endswith(".gguf") or (address is not None and address.may_be_gguf)
         if self.load_format in ("safetensors", "gguf") and is_gguf != (self.load_format == "gguf"):

@@ -42,7 +42,7 @@ def hash_ids(keys: Tensor, ids: Tensor) -> Tensor:
 def exponential(hashes: Tensor) -> Tensor:
     """hashes i32[R, V] -> fp32[R, V]: exponential times, from the smallest hash to the largest.
 
-    -log(1 - q) of the high bits, and the low bits as they are: they count where that is small, and its slope 1.
+    -log(1 - q) of the high bits, and the low bits as they are: they count if that is small, and its slope 1.
     """
     high, low = hashes >> LOW_BITS, hashes & ((1 << LOW_BITS) - 1)
     log = high.float().mul_(-(2**LOW_BITS) / NUM_HASHES).add_(1).log_()

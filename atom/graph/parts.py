@@ -5,7 +5,7 @@
     parts_of(W("up", Type("bf16", (256, 384), "fp8[128, 128]")))
     # {"values": W("up", fp8_e4m3[256, 384]), "scales": W("up_scale_inv", fp32[2, 3])}
 
-A part has the dims of its weight, in elements or in blocks, and where it has the bytes of a block, these in a last dim.
+A part has the dims of its weight, in elements or in blocks, and if it has the bytes of a block, these in a last dim.
 So a slice on the edges of blocks is a slice of each part: parts_of(narrow(recipe, …)) has narrow(part, …) for each part
 of the recipe.
 """

@@ -94,7 +94,7 @@ def unpack_integers(
     """values u8[..., B, block bytes], scales fp32[..., B], zeros u8[..., B] -> fp32[..., I]: (value - zero) · scale
 
     Without zeros, zero is the middle: 8 of 4 bits, 128 of 8; with mins fp16[..., B] it is value · scale + min. groups
-    i32[I]: the block of each column, where blocks are not of neighbours.
+    i32[I]: the block of each column, if blocks are not of neighbours.
     """
     scales = scales.float()
     numbers = (torch.stack((values & 15, values >> 4), -1).flatten(-2) if bits == 4 else values).float()

@@ -1,7 +1,7 @@
 """`job=chat`: a conversation with the model in the terminal.
 
 atom-run job=chat checkpoint=Qwen/Qwen3-0.6B job.system_prompt='Answer in French.'
-atom-run job.chat=true                       # the same on a terminal, where no prompts are given
+atom-run job.chat=true                       # the same on a terminal, if no prompts are given
 printf 'Hello\\nAnd again?\\n' | atom-run job=chat
 """
 

@@ -56,7 +56,7 @@ OTHER_FLAGS = {  # of vLLM only or of several programs, if the field has another
     "--api-key": "serve.http.api_keys=…",  # which is not shown
 }
 
-BENCH_FLAGS = {  # of `vllm bench latency` and `vllm bench throughput`, where the field has another name
+BENCH_FLAGS = {  # of `vllm bench latency` and `vllm bench throughput`, if the field has another name
     "--batch-size": "job.num_prompts={}",
     "--num-iters-warmup": "job.num_warmups={}",
     "--output-json": "job.output=json",

@@ -65,7 +65,7 @@ def fail(message: str, code: int) -> int:
 
 
 def let_go(stream: TextIO) -> None:
-    """Write what a stream holds; where its reader is gone or its disk full, keep Python from trying again at exit."""
+    """Write what a stream holds; if its reader is gone or its disk full, keep Python from trying again at exit."""
     try:
         stream.flush()
     except (OSError, ValueError):

@@ -4,7 +4,7 @@
     load_job(["job=cache", "prompts=hi"])    # ConfigError: prompts is a field of job=generate, and this is job=cache …
 
 A recipe may have fields of other jobs than the one that runs, as a file of
-conf/job may: its fields imply a job only where no typed field does, and are never refused.
+conf/job may: its fields imply a job only if no typed field does, and are never refused.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Communicator(Protocol):
         """What `send` has held back since this was asked last, since a CUDA graph was being captured."""
 
     def watch(self, check: Callable[[], object]) -> None:
-        """Have a collective in which the host waits call this now and then: it raises where a rank is gone."""
+        """Have a collective in which the host waits call this now and then: it raises if a rank is gone."""
 
     def abort(self) -> None:
         """End collectives that a device still waits in. Any thread may call this, once the ranks have ended."""

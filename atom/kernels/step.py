@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     batch: Batch
     slots: Tensor  # i64[C, T], of all kinds
     tables: Tensor  # i32[C, S, M], of all kinds
-    adapters: Tensor | None = None  # i64[T], where the body takes them
+    adapters: Tensor | None = None  # i64[T], if the body takes them
 
 
 class State(Protocol):

@@ -36,7 +36,7 @@ class RequestFuncOutput:
     ttft: float | None = None  # seconds from sending to the first token; None if the protocol does not stream
     itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
     tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
-    prompt_len: int = 0  # tokens, as the server counts them where it says so
+    prompt_len: int = 0  # tokens, as the server counts them if it reports them
     output_tokens: int | None = None  # as the server counts them; None if it does not say
     cached_tokens: int = 0  # of the prompt, which the server had in its prefix cache, as it says
     error: str = ""

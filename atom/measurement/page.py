@@ -144,7 +144,7 @@ def join_texts(bar: Bar) -> str:
 def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[str]:
     """What a bar's value and its mark are, each at its own end.
 
-    Where the mark is beyond the bar, the value's text stands between them, or in the bar. Where neither has room, both
+    If the mark is beyond the bar, the value's text stands between them, or in the bar. If neither has room, both
     stand past the mark.
     """
 

@@ -4,7 +4,7 @@
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))
 
-In latent attention these are the projections that read h: q (or q_a, where q has a latent too) and kv_a.
+In latent attention these are the projections that read h: q (or q_a, if q has a latent too) and kv_a.
 Declines if they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
 

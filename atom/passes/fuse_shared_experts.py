@@ -14,7 +14,7 @@ Packed weights are joined as they are stored, or before they are packed.
 Declines if no kernel computes experts in one call, among several ranks, if its width is no whole number of
 theirs, if it has a gate of its own, if one of the two has a bias, if they are stored in different formats or
 cannot be joined without unpacking them, if a format of activations was asked for that the routed ones lack,
-and where only its own linears have kernels for theirs: prompts would take longer by more than decodes gain.
+and if only its own linears have kernels for theirs: prompts would take longer by more than decodes gain.
 """
 
 from __future__ import annotations

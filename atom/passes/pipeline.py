@@ -121,7 +121,7 @@ def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def place_of(error: Exception) -> str:
-    """Where a user's function failed: the innermost line of the file that it is in."""
+    """The place where a user's function failed: the innermost line of the file that it is in."""
     frames = extract_tb(error.__traceback__)[1:]  # the first called it
     inside = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""

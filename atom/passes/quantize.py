@@ -8,10 +8,10 @@ Other weights are unpacked while they load. Activations that no kernel multiplie
 which is more exact, unless that format was asked for: then the call is left to the reference body. Experts whose
 weights have no such kernel keep them so even then, and the text says why.
 
-Where joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
+If joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
 greatest common divisor; so q, k and v with a scale each get one for each row.
 
-A weight that several calls read, as a tied embedding, stays packed where kernels of all of them take it: no weight is
+A weight that several calls read, as a tied embedding, stays packed if kernels of all of them take it: no weight is
 kept twice. What has no parts is skipped: such a text is refused when it is to run. It comes after the lowering,
 since kernels are of lowered ops.
 """

@@ -4,7 +4,7 @@
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
 The backends are asked in their order; the reasons of those that refused are comments of the text. No weight is kept
-twice: where ops of two kinds read one, as a tied embedding's, it is in a layout that kernels of both take, or as
+twice: if ops of two kinds read one, as a tied embedding's, it is in a layout that kernels of both take, or as
 stored. An embedding's that nothing else reads is as stored.
 """
 

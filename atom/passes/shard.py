@@ -10,7 +10,7 @@ It comes ahead of all others but split_stages, so that these see the shapes of o
 ranks of a stage. A value is whole on each rank, divided along its last dim or its heads, or partial: the ranks' values
 add up to it. A linear of a whole value divides its outputs where attention or an mlp reads them; one of a divided value
 is partial, and is summed where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped
-queries: a kv head is copied where ranks are more.)
+queries: a kv head is copied if ranks are more.)
 
 All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts only:
 
@@ -18,7 +18,7 @@ All this is of the ranks along `tensor`. Along `data`, ranks have tokens of thei
                                                     y = experts(rows, row_weights, row_ids, …)    # of its experts
                                                     y = reduce_scatter(y, axis="data", ranks=2)
 
-Where context.dispatches, `dispatch` and `collect` take the places of the two collectives.
+If context.dispatches, `dispatch` and `collect` take the places of the two collectives.
 """
 
 from __future__ import annotations

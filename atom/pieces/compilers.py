@@ -98,7 +98,7 @@ def _is_closed(node: Node) -> bool:
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """||ours - theirs|| / ||theirs||, without what is the same inf or nan in both; nan where only one is."""
+    """||ours - theirs|| / ||theirs||, without what is the same inf or nan in both; nan if only one is."""
     is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     difference = torch.where(is_same, 0.0, ours - theirs)
     finite = torch.where(theirs.isfinite(), theirs, 0.0)

@@ -388,7 +388,7 @@ class Engine:
 
     @contextmanager
     def _blame(self, plan: Plan) -> Iterator[None]:
-        """Have `end_failed` end a plan's sequences where this raises."""
+        """Have `end_failed` end a plan's sequences if this raises."""
         try:
             yield
         except Exception as error:
@@ -405,7 +405,7 @@ class Engine:
         return None if tokenizer is None else Detokenizer(tokenizer, sequence.prompt, sequence.params)
 
     def _compile_grammar(self, params: SamplingParams) -> list[Matcher]:
-        """A matcher for each of the n sequences; none where the answer is not constrained."""
+        """A matcher for each of the n sequences; none if the answer is not constrained."""
         if params.structured_outputs is None:
             return []
         compiler, wanted = self.grammars.open(), params.structured_outputs

@@ -100,7 +100,7 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
 
 
 def instead_of(path: str) -> str:
-    """What to do where a path is no route."""
+    """The response for a path that is no route."""
     if meant := ROUTES.get(path):
         return f"write {meant}"
     plain = re.sub("^(/v1)+(?=/v1/)", "", re.sub("/+", "/", path))  # clients add their own /v1 to a base URL's

@@ -49,7 +49,7 @@ class Context:
         self.engines = engines
         self.metrics = metrics
         self.traces = open_traces(config.serve.http.otlp_traces_endpoint)
-        self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
+        self.tokenizer: Tokenizer | None = None  # before `is_ready`, and if the checkpoint has none
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
@@ -149,7 +149,7 @@ class Context:
         return self.tokenizer
 
     def cut(self, text: str, truncate: int | None = None) -> str:
-        """Cut a prompt before it is encoded, to its end where only its last `truncate` tokens are used.
+        """Cut a prompt before it is encoded, to its end if only its last `truncate` tokens are used.
 
         FieldError if it has more characters than the allowed tokens can have: encoding it would take seconds.
         """
@@ -209,7 +209,7 @@ class Context:
 
 
 def read_template(config: Config) -> str | None:
-    """The text of serve.http.chat_template. ConfigError also where the variables of templates have a name of ours."""
+    """The text of serve.http.chat_template. ConfigError also if the variables of templates have a name of ours."""
     path, variables = config.serve.http.chat_template, config.serve.http.chat_template_kwargs
     if not isinstance(variables, Mapping | None):
         raise ConfigError(

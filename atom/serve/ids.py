@@ -18,7 +18,7 @@ def new_id(prefix: str, mark: str = "-") -> str:
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """The id that a request's headers state; a new one where they state none, or one that is not fit for a header."""
+    """The id that a request's headers state; a new one if they have none, or one that is not fit for a header."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if REQUEST_ID.fullmatch(given) else new_id("req")
 

@@ -4,7 +4,7 @@
 
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
 and so does one while the engines load. SIGHUP reads the files of keys and certificates anew. An engine that dies or
-hangs is started again while others serve (`atom.serve.engine.replicas`); where none does, the server ends with
+hangs is started again while others serve (`atom.serve.engine.replicas`); if none does, the server ends with
 an exit code on which a supervisor restarts it.
 """
 
@@ -66,10 +66,10 @@ DEAD_SECONDS = 5.0  # for /health to report the engines' death before the server
 POLL_SECONDS = 0.02
 END_SECONDS = 5.0  # for connections to close, and for the engines' processes to end and the last spans to be sent
 BACKLOG = 2048  # connections that wait to be accepted
-MAX_FILES = 1 << 16  # connections and files that a process may have open, where the system allows so many
+MAX_FILES = 1 << 16  # connections and files that a process may have open, if the system allows so many
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
 ERRORS = {each.__name__: each for each in KNOWN}
-CANNOT_LOAD = 2  # the exit code where the next start would fail in the same way
+CANNOT_LOAD = 2  # the exit code if the next start would fail in the same way
 
 
 def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], http: HTTPConfig) -> int:
@@ -378,7 +378,7 @@ class _Uvicorn(uvicorn.Server):
         return nullcontext()
 
     async def main_loop(self) -> None:
-        """Wait for an event, where uvicorn polls ten times a second whether it must end."""
+        """Wait for an event, while uvicorn polls ten times a second whether it must end."""
         while not self.ended.is_set():
             await self.on_tick(0)  # updates the date header
             await wait_for_any(1.0, self.ended)

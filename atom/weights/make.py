@@ -165,7 +165,7 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
 
 
 def _laid_out(recipe: Shuffle, source: WeightSource, device: str) -> Tensor | LaidOut | PackedWeight:
-    """Make a packed weight in a kernel's layout, or map it where an earlier start has kept it."""
+    """Make a packed weight in a kernel's layout, or map it if an earlier start has kept it."""
     if source.packed and (mapped := source.packed.map(recipe)) is not None:
         return mapped
     packed = _packed(recipe.part, source, device)

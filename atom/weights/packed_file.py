@@ -9,7 +9,7 @@
 A config.json is put next to it, so that the folder is opened as a checkpoint.
 
 Each part has a checksum, made of it in memory and compared at each start, since a bit that differs would be a wrong
-token that nothing else notices. It is XXH3, at the speed of memory where the manifest's SHA-256 would take minutes; the
+token that nothing else notices. It is XXH3, at the speed of memory, when the manifest's SHA-256 would take minutes; the
 pages that it reads are those that the first step needs. Damage is one line, and the weights are made anew.
 """
 

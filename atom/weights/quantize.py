@@ -32,7 +32,7 @@ AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
 AT_ONCE_ON_CPU = 1 << 18  # which stay in a core's cache
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
-# the same where columns have an importance; below 0: its sign is that of the smaller half of integers
+# the same if columns have an importance; below 0: its sign is that of the smaller half of integers
 WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
 NUM_FITS = 3  # times that scales are fitted to rounded numbers
 

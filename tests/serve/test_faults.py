@@ -283,7 +283,7 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
     (engine,) = family(server)
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(wire.SECONDS) == 1
-    assert "ended while it loaded (SIGKILL, as where memory runs out)" in server.log.read_text()
+    assert "ended while it loaded (SIGKILL, as when memory runs out)" in server.log.read_text()
 
 
 def test_an_engine_that_hangs_while_it_loads_is_killed_once_it_is_taken_for_dead(talker: Path, tmp_path: Path):

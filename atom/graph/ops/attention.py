@@ -68,7 +68,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool[num_queries, num_keys], the last query at the last key; true where the query sees the key."""
+    """bool[num_queries, num_keys], the last query at the last key; true if the query sees the key."""
     queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     mask = keys <= queries

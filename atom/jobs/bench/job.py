@@ -74,7 +74,7 @@ class Run(NamedTuple):
 
 
 def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
-    """Print a table or, with job.output=json, an object; the exit code is 1 where a request failed.
+    """Print a table or, with job.output=json, an object; the exit code is 1 if a request failed.
 
     report: is called with the numbers of OBJECTIVES.
     """

@@ -7,7 +7,7 @@ What a step has to read and to multiply is divided by these rates.
     work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
     min_seconds(costs, step, limits)                        # no step of these rows takes less
 
-It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
+It counts the weights, each read once a step (the head's if a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
 """
 
@@ -61,7 +61,7 @@ def total(works: Iterable[Work]) -> Work:
 @dataclass(frozen=True)
 class Limits:
     bandwidth: float  # bytes/s read
-    flops: float  # FLOP/s of matmuls, in the dtype of the run or, on a CPU, in float32 where that is faster
+    flops: float  # FLOP/s of matmuls, in the dtype of the run or, on a CPU, in float32 if that is faster
     fp8: float | None = None  # the same of such numbers; None: as those of the run's dtype
     int8: float | None = None
 
@@ -70,7 +70,7 @@ class Limits:
         return Limits(**{name: rate / ranks for name, rate in self.measured().items()})
 
     def seconds(self, work: Work) -> float:
-        """The min seconds of some work, where reading and computing overlap."""
+        """The min seconds of some work, with reading and computing overlapped."""
         eight_bits = work.fp8 / (self.fp8 or self.flops) + work.int8 / (self.int8 or self.flops)
         return max(work.bytes / self.bandwidth, work.flops / self.flops + eight_bits)
 
@@ -89,7 +89,7 @@ class Matmul(NamedTuple):
     parts: int = 1  # of the experts, of which each rank has one
     groups: int = 1  # whose rows come together
     act: str = "flops"  # the field of Work that its operations count for
-    fmt: str | None = None  # of the weight, where it stays packed
+    fmt: str | None = None  # of the weight, if it stays packed
 
     def work(self, num_rows: int) -> Work:
         """The work of a matmul; of experts, the expected share that some row needs is read."""

@@ -78,7 +78,7 @@ class Record:
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[Record]:
-    """Record every commit, in a fraction of a µs a row, where a stream callback would take some µs a token."""
+    """Record every commit, in a fraction of a µs a row, while a stream callback would take some µs a token."""
     record, scheduler = Record(), engine.scheduler
     commit_plan = scheduler.commit
 

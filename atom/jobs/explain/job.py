@@ -217,7 +217,7 @@ def weight_sizes(graph: Graph) -> dict[str, Any]:
 
     Active parameters are those that one token is multiplied with: without the experts that it does not choose, and
     without the embedding, of which it takes one row, unless that is the head too. Most published figures count so, some
-    with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ where it is
+    with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ if it is
     dequantized; a plain tensor counts in the dtype that it is computed in.
     """
     shares = active_fractions(graph.programs.values())

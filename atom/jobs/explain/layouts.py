@@ -34,7 +34,7 @@ from atom.runtime.kv.plan import num_blocks_needed
 from atom.runtime.types import CacheKind
 
 NUM_GPUS = (2, 4, 8, 16)  # that are shown besides one
-ON_A_HOST = 8  # of these; more are shown where no fewer are enough
+ON_A_HOST = 8  # of these; more are shown if no fewer are enough
 NUM_REQUESTS = (1, 32)  # whose limits are shown
 CONTEXT = 1024  # tokens that each of these sees
 
@@ -190,9 +190,9 @@ def sum_seconds(measured: Mapping[int, float], num_bytes: int) -> float:
 
 
 def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
-    """What each of several GPUs would hold and be limited to; why not, where ranks cannot divide the model.
+    """What each of several GPUs would hold and be limited to; why not, if ranks cannot divide the model.
 
-    Of a mixture, also with whole experts on each, and with data groups, where the weights fit.
+    Of a mixture, also with whole experts on each, and with data groups, if the weights fit.
     """
     is_mixture, fitted = any(mlp.kind == "moe" for mlp in config.model.mlp), False
     for num in NUM_GPUS:

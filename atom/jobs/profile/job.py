@@ -104,7 +104,7 @@ def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tup
         while phase == "decode" and engine.has_work and not is_decoding(engine):
             engine.step()
         first = len(record.steps)
-        wait_for(config.device)  # so that a trace has whole steps where they run ahead
+        wait_for(config.device)  # so that a trace has whole steps if they run ahead
         engine.start_profile()
         while engine.has_work and len(record.steps) < first + num_steps and is_decoding(engine) == (phase == "decode"):
             engine.step()
@@ -208,7 +208,7 @@ def match_matmuls(
 ) -> list[tuple[str, int, float, float]]:
     """Name, calls, seconds and limit of the matmuls with weights of a shape, from the seconds of all in order.
 
-    Empty where kernels and matmuls are not one to one. Steps that ran ahead may follow those that are known.
+    Empty if kernels and matmuls are not one to one. Steps that ran ahead may follow those that are known.
     """
     expected = [
         (matmul, num_rows)

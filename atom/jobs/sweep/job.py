@@ -87,7 +87,7 @@ class Result:
     is_resumed: bool = False  # what follows is of an earlier sweep
     log: str = ""  # file of what it wrote to stderr
     code: int = 0  # of its exit
-    error: str | None = None  # the last line that it wrote, where it failed
+    error: str | None = None  # the last line that it wrote, if it failed
     seconds: float = 0.0
     numbers: dict[str, float] = field(default_factory=dict)  # of the job's OBJECTIVES
 
@@ -298,7 +298,7 @@ def write_result(path: Path, result: Result) -> None:
 
 
 def describe_signal(code: int) -> str | None:
-    """What has ended a job, where its exit code is that of a signal."""
+    """What has ended a job, if its exit code is that of a signal."""
     names = {SIGNALED + each.value: each.name for each in signal.Signals}
     return f"it was ended by {names[code]}" if code in names else None
 

@@ -28,7 +28,7 @@ from atom.process.messages import say
 LOWER_IS_BETTER = re.compile(
     r".*(_ms|seconds|_bytes)|duration|failed|num_preemptions|share_waited_for_cores|phases\.\w+\.steps"
 )
-COLUMNS = (  # of the table, where the jobs have them
+COLUMNS = (  # of the table, if the jobs have them
     *("output_throughput", "median_tpot_ms", "mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "phases.all.share_of_limit"),
     *("tokens_per_second", "first_token_seconds", "load_seconds"),
     *("decode_limit", "decode_limit_per_gpu", "prefill_limit", "prefill_limit_per_gpu"),
@@ -41,7 +41,7 @@ LENGTHS = ("job.input_len", "job.output_len")  # plots differ in them
 
 
 def report_results(results: Sequence[Result], folder: Path) -> None:
-    """Print the table, and write results.csv, results.json and results.html; nothing where no job has a number."""
+    """Print the table, and write results.csv, results.json and results.html; nothing if no job has a number."""
     if not any(result.numbers for result in results):
         return
     ordered = sort_results(results)

@@ -4,8 +4,8 @@
     sweep(["hydra/sweeper=optuna", "job=bench", "job.objective=output_throughput", …], [])
     sweep(["hydra/launcher=submitit_slurm", "job=bench", "level=1,2"], [])
 
-Each job is a process of its own. Where the choices are known, every configuration is loaded before the first job runs.
-What jobs write is shown while they run one after the other; where a launcher runs them elsewhere, at the end.
+Each job is a process of its own. If the choices are known, every configuration is loaded before the first job runs.
+What jobs write is shown while they run one after the other; if a launcher runs them elsewhere, at the end.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def is_set(texts: Iterable[str], key: str) -> bool:
 
 
 def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Path:
-    """The sweep's folder: hydra.sweep.dir, else a new one; where it is resumed, that of the latest such sweep."""
+    """The sweep's folder: hydra.sweep.dir, else a new one; if it is resumed, that of the latest such sweep."""
     dirs = [text for text in texts if text.startswith("hydra.sweep.dir=")]
     if dirs:
         return Path(plain(parse(dirs[-1]))).absolute()

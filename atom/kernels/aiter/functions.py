@@ -121,7 +121,7 @@ FUNCTIONS = {
          "routed_scaling_factor"),
     ),
     # hidden_states [T, H], w1 [E, 2 W, H] and w2 [E, H, W] shuffled 16x16, topk_weight fp32[T, k], topk_ids i32[T, k],
-    # expert_mask i32[ids], 1 where an id is of one of the E in turn; scales fp32[E, O, 1] or [E, O / 128, I / 128]
+    # expert_mask i32[ids], 1 if an id is of one of the E in turn; scales fp32[E, O, 1] or [E, O / 128, I / 128]
     "experts": Function(
         ("aiter.fused_moe:fused_moe",),
         ("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),

@@ -224,7 +224,7 @@ def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | N
     return scales.to(dtype), ((middle - parts["zeros"].float().view_as(scales)) * scales).to(dtype)
 
 
-# The ops without the library: in a process that only checks compiled code, and where it cannot be compiled.
+# The ops without the library: in a process that only checks compiled code, and if it cannot be compiled.
 
 
 def _unpack(panels: Tensor, layout: Sequence[int]) -> Tensor:

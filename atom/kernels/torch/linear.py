@@ -41,7 +41,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-# packed_linear as an op for compiled code, where a packed weight is a tensor of the plain weight's shape
+# packed_linear as an op for compiled code, in which a packed weight is a tensor of the plain weight's shape
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

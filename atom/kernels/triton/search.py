@@ -49,7 +49,7 @@ class Trial:
 def agrees(call: Call, parameters: Any) -> bool:
     """Whether a call with these parameters gives the untuned result, but for rounding.
 
-    Untuned, the library multiplies in a linear, and rounds x too where the weight is packed; experts follow their
+    Untuned, the library multiplies in a linear, and rounds x too if the weight is packed; experts follow their
     kernel's own rule.
     """
     ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
@@ -80,9 +80,9 @@ def is_unfit(error: Exception) -> bool:
 
 def search(current: Any, options: Sequence[Any], prepare: Callable[[Any], Callable[[], float]],
            on_timed: Callable[[], object] = lambda: None) -> Any:  # fmt: skip
-    """Find the fastest parameters; the current ones stay where no other is faster by MARGIN.
+    """Find the fastest parameters; the current ones stay if no other is faster by MARGIN.
 
-    prepare gives a function that times a step in seconds; an option is left out where it raises an `is_unfit` error.
+    prepare gives a function that times a step in seconds; an option is left out if it raises an `is_unfit` error.
     """
     start = prepare(current)
     best, timer = current, start

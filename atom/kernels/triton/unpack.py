@@ -54,7 +54,7 @@ def as_bytes(part: Tensor) -> Tensor:
 
 @jit
 def unpack_bytes(tile, zeros, PACKING: tl.constexpr, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
-    """u8 (or i8) -> numbers, for int8 less their zero, 128 where zeros is None; zeros [R, G]"""
+    """u8 (or i8) -> numbers, for int8 less their zero, 128 if zeros is None; zeros [R, G]"""
     if PACKING == "fp8":
         if HAS_PTX and dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(FP8_PTX, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -80,7 +80,7 @@ def unpack_bytes(tile, zeros, PACKING: tl.constexpr, dtype: tl.constexpr, HAS_PT
 
 @jit
 def unpack_pairs(tile, zeros, PACKING: tl.constexpr, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
-    """u8 -> numbers of even columns, numbers of odd ones; int4 less their zero [R, G], 8 where zeros is None"""
+    """u8 -> numbers of even columns, numbers of odd ones; int4 less their zero [R, G], 8 if zeros is None"""
     if HAS_PTX and dtype == tl.bfloat16:
         PTX: tl.constexpr = INT4_PTX if PACKING == "int4" else E2M1_PTX
         even, odd = tl.inline_asm_elementwise(

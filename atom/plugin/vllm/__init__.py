@@ -39,7 +39,7 @@ def register_model() -> None:
 
 
 def register_platform() -> str | None:
-    """The name of atom's platform on AMD's GPUs; None on others, where vLLM's own is the right one."""
+    """The name of atom's platform on AMD's GPUs; None on others, for which vLLM's own is right."""
     if is_disabled() or is_too_old():
         return None
     from vllm.platforms import builtin_platform_plugins

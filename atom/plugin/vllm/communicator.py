@@ -54,7 +54,7 @@ class GroupCommunicator:
 
 
 class NoCommunicator(GroupCommunicator):
-    """Gives tensors of the right shapes, where kernels are compiled and nothing is computed."""
+    """Returns tensors of the right shapes while kernels are compiled and nothing is computed."""
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         return x.clone()

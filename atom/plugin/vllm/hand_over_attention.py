@@ -4,8 +4,8 @@
     k = rope(k, cos, sin)                                   a = attention_layer(q, k, v, layer="0", scale=0.1)
     a = attention(q, k, v, KV("0"), scale=0.1)
 
-Norms and ropes of q and k stay as they are where no kernel computes both. Scales of a cache in fp8 are handed over
-where the checkpoint has them; others are that engine's to choose.
+Norms and ropes of q and k stay as they are if no kernel computes both. Scales of a cache in fp8 are handed over
+if the checkpoint has them; others are that engine's to choose.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hand_over_attention(graph: Graph, context: PassContext) -> Graph:
 
 
 def _norm_and_rotate(graph: Graph, attention: Node, context: PassContext) -> tuple[Node, Node]:
-    """q and k of an attention, normed and rotated by one call where a kernel takes that."""
+    """q and k of an attention, normed and rotated by one call if a kernel takes that."""
     q, k = attention.args[:2]
     args, attributes = ahead_of_norm_rope(q, k)
     if args[:2] == (q, k) or not context.takes(ops.norm_rope, *map(type_of, args), **attributes):

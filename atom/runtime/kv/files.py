@@ -1,7 +1,7 @@
 """Keep KV blocks in files that survive a restart, written by a thread.
 
     files = KVFiles(Path("/var/lib/atom/kv"), 64 << 30, {"full": 65536})     # bytes of a block, by cache kind
-    files.write([Block(digest_of(prefix), "full", rows)])                    # later; dropped where the disk is too slow
+    files.write([Block(digest_of(prefix), "full", rows)])                    # later; dropped if the disk is too slow
     files.fetch(fetch)                                                       # of a prompt's blocks
     files.take_fetched()                                                     # the fetches that have ended
 

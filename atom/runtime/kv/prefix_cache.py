@@ -43,7 +43,7 @@ class Prefix:
         self.key = key
         self.blocks: dict[str, int] = {}  # cache kind -> the block that holds `content`
         self.num_users = 0
-        self.digest: bytes | None = None  # of all its content, where KV is kept in files
+        self.digest: bytes | None = None  # of all its content, if KV is kept in files
 
 
 class PrefixCache:

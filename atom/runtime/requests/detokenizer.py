@@ -193,7 +193,7 @@ def _tail(tokenizer: TextCodec, prompt: Sequence[int]) -> list[int]:
 
 
 def _stray_byte(tokenizer: TextCodec) -> int | None:
-    """A token of one byte, where the tokenizer decodes bytes in runs (`byte_fallback`) that one such token spoils.
+    """A token of one byte, if the tokenizer decodes bytes in runs (`byte_fallback`) that one such token spoils.
 
     There a run is one U+FFFD a byte if any of it is no character, so whole characters in it may still be lost.
     """

@@ -293,7 +293,7 @@ class Grammars:
 
 
 def find_misread(tokenizer: Tokenizer, theirs: Any) -> str | None:
-    """A token that llguidance reads as another text than the tokenizer, where more than one in a thousand is."""
+    """A token that llguidance reads as another text than the tokenizer, if more than one in a thousand is."""
     anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]  # since the first space of a text may be dropped
     start = len(tokenizer.decode(anchor))
     texts = [text[start:] for text in tokenizer.decode_many([[*anchor, id] for id in range(tokenizer.vocab_size)])]

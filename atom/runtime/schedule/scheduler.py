@@ -173,7 +173,7 @@ class Scheduler:
         if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt)):  # the KV of the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
-                "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
+                "shorten them or raise kv_cache_memory (num_kvcache_blocks if set)"
             )
 
     def add(self, sequence: Sequence) -> None:

@@ -62,7 +62,7 @@ class Collected:
     plan: Plan
     residents: list[_Resident] = field(default_factory=list)  # by row
     admitted: list[Sequence] = field(default_factory=list)  # that the runner does not have
-    indices: array[int] = field(default_factory=lambda: array("i"))  # where entries of block tables go
+    indices: array[int] = field(default_factory=lambda: array("i"))  # targets of the entries of block tables
     blocks: array[int] = field(default_factory=lambda: array("i"))  # these entries
     reported: list[int] = field(default_factory=list)  # as in StepInput
     special: list[_Special] = field(default_factory=list)

@@ -140,7 +140,7 @@ class Scored(msgspec.Struct):
     first: int  # index of its first token in the batch
     targets: list[int]  # the token that follows it, and the next ones
     num_top: int
-    num_rows: int  # that the head computes: targets, and padding where other data groups have more
+    num_rows: int  # that the head computes: targets, and padding if other data groups have more
 
 
 class Pooled(msgspec.Struct):

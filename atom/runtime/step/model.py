@@ -271,7 +271,7 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """Sample after each draft that equals the draw before it; the newest tokens of the slots are the last drawn.
 
-        Returns tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts].
+        Returns tokens i64[1 + drafts, S], -1 if none was drawn, and the drafts i64[S, drafts].
 
         slots, max_accepted: as in `decode_drafts`
         logits: [S, V] after the newest token, then after each draft, of all rows or the first ones
@@ -404,7 +404,7 @@ class Model:
         has, knob = ("system", "kv_cache_memory") if self.is_cpu else ("GPU", "gpu_memory_utilization")
         with naming_a_lack_of_memory(
             f"the KV cache of {cache.name} takes {nbytes} bytes, more than the {has} has: "
-            f"lower serve.{knob}, or serve.num_kvcache_blocks where it is set"
+            f"lower serve.{knob}, or serve.num_kvcache_blocks if set"
         ):
             if self._kv_memory is not None:
                 return self._kv_memory.zeros(shape, TORCH_DTYPES[cache.type.dtype])

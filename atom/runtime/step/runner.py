@@ -46,7 +46,7 @@ class Runner:
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model, flops)
-        self.host: HostBlocks | None = None  # where blocks are copied to, if anywhere
+        self.host: HostBlocks | None = None  # the target of copied blocks, if any
         self._dead: EngineDeadError | None = None  # why no further step can be started
 
     @property
@@ -282,9 +282,9 @@ class Pending:
     report: _Report | None  # of the rows that `step.logprobs` names
     event: torch.cuda.Event | None
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn after drafts
-    drawn: Tensor | None = None  # i64[draws, R], -1 where none was drawn, of a runner that drafts; None: in `reported`
+    drawn: Tensor | None = None  # i64[draws, R], -1 if none was drawn, of a runner that drafts; None: in `reported`
     pooled: Tensor | None = None  # fp32[P, H]
-    drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
+    drafts: Tensor | None = None  # i64[R, drafts], -1 for none
     finish: Callable[[], Pending] | None = None  # samples, if that was deferred
 
     def finished(self) -> Pending:

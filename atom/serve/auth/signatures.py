@@ -8,7 +8,7 @@
 
 A signature covers components: fields of the head, and what is derived of the message (`@method`, `@path`, …). Their
 values and the parameters (created, nonce, …) are the lines of the signature base, which is what is signed. A verifier
-says what must be covered: the request's line, its host, and where it has a body its Content-Digest; it keeps nonces,
+says what must be covered: the request's line, its host, and if it has a body its Content-Digest; it keeps nonces,
 so that a request counts once.
 """
 

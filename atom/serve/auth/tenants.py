@@ -259,7 +259,7 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(f"{at}.admin={is_admin} is neither true nor false")
     is_list = isinstance(models, list) and models and all(isinstance(each, str) for each in models)
     if models is not None and not is_list:
-        raise ConfigError(f"{at}.models={models} is not a list of names; leave it out where all may be used")
+        raise ConfigError(f"{at}.models={models} is not a list of names; leave it out if all may be used")
     keys = [keys] if isinstance(keys, str) else [] if keys is None else keys
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key.split()) == 1 for key in keys):
         raise ConfigError(f"{at}.key is neither a word nor a list of words; quote it")

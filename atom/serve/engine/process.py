@@ -57,7 +57,7 @@ class EngineProcess:
         )
 
     def _work(self, work: Callable[[int], int], descriptor: int) -> int:
-        self.connection.close()  # here, where it is the other's
+        self.connection.close()  # here, if it is the other's
         return work(descriptor)
 
     def configure(self, config: Config, replica: int = 0) -> None:
@@ -101,4 +101,4 @@ def describe_exit(code: int, *, has_left: bool) -> str:
     name = signal.Signals(-code).name
     if -code != signal.SIGKILL:
         return name
-    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's request"
+    return f"{name}, as when memory runs out" if has_left else f"{name}, at the server's request"

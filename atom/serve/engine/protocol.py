@@ -83,7 +83,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     num_cached: int  # prompt tokens that the prefix cache gave
     queue: float  # seconds from its arrival in the engine to its admission
     stop_string: str | None = None  # the stop string that was met
-    error: str | None = None  # the message, where the reason is error
+    error: str | None = None  # the message, if the reason is error
     num_accepted: int = 0  # tokens that were drafted
     prefill: float = 0.0  # seconds from its admission to its first token
     decode: float = 0.0  # seconds from there to its last

@@ -10,7 +10,7 @@
 A request goes where most of it is cached, if that is more than half of it and load is even; else to the replica with
 the fewest waiting sequences, of these the one with the fewest running. What a replica has cached is learned from what
 it was sent and what it answered, in blocks as the engine has them. A finished request reports what the engine's cache
-really gave: where that is less, the replica has evicted it, and all that it used before then too. (SGLang's router has
+really gave: if that is less, the replica has evicted it, and all that it used before then too. (SGLang's router has
 the same policy, over a tree of text.)
 
 Pure policy: no clock, no I/O. Memory is bounded: at most `MAX_BLOCKS` hashes a replica, and no more than its KV has.

@@ -407,7 +407,7 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
 
 
 def await_start(link: Link) -> Start:
-    """Wait for the configuration; where the HTTP process has left already, or has this one end, end it."""
+    """Wait for the configuration; end this process if the HTTP process has left, or asks for it."""
     try:
         start, *later = link.receive()
     except (EOFError, OSError):

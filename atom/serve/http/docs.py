@@ -122,7 +122,7 @@ def kind_of(value: Schema) -> str:
 
 
 def shorten(name: str) -> str:
-    """A model's name without its module, which FastAPI adds where two have the same name."""
+    """A model's name without its module, which FastAPI adds if two have the same name."""
     return name.rpartition("__")[2]
 
 

@@ -2,7 +2,7 @@
 
     app.include_router(page.routes(context))
 
-Its Content-Security-Policy allows scripts, styles and requests of its own origin, and nothing else. Where API keys are
+Its Content-Security-Policy allows scripts, styles and requests of its own origin, and nothing else. If API keys are
 set, the browser prompts for one (Basic, the key is the password) and sends it with every request of the page.
 """
 

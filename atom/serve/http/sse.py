@@ -56,7 +56,7 @@ class EventStream(Response):
 
 
 async def until_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Await some work. Where the client disconnects, cancel it and raise ClientDisconnect."""
+    """Await some work. If the client disconnects, cancel it and raise ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_end(receive))
     try:

@@ -77,7 +77,7 @@ class LogWriter:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all bytes, also where the other end has made the descriptor non-blocking."""
+    """Write all bytes, also if the other end has made the descriptor non-blocking."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -30,7 +30,7 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 where requests are taken, else 503; `state` is loading, ready, stopped, draining or dead.
+        """200 if requests are accepted, else 503; `state` is loading, ready, stopped, draining or dead.
 
         A stopped engine (SIGSTOP, a debugger) answers its requests once it continues; `stopped` names its processes.
         While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `step_seconds`

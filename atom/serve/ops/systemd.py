@@ -45,7 +45,7 @@ def adopt(num_sockets: int, pid: int) -> socket.socket | None:
 
 
 def notify(address: str | None, state: str) -> None:
-    """Send a state to the socket that systemd listens on; a warning where that fails.
+    """Send a state to the socket that systemd listens on; a warning if that fails.
 
     address: of NOTIFY_SOCKET, a path, or `@NAME` for an abstract one; None: nobody listens.
     """

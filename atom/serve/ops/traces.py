@@ -56,7 +56,7 @@ class Traces:
     def record(self, state: Mapping[str, Any], headers: Mapping[bytes, bytes], seconds: float) -> None:
         """Record the span of a request that ends now. seconds: since it arrived
 
-        state: of its scope; where no engine has got the request there is no span.
+        state: of its scope; no span if no engine has got the request
         """
         active: ActiveResponse | None = state.get("active")
         if active is None:

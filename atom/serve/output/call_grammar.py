@@ -4,7 +4,7 @@
     SamplingParams(structured_outputs={"json": schema}, tool_calls=text)
 
 The grammar is Lark's as llguidance reads it; `@answer` in it stands for the structured output. Arguments are any JSON
-object: where the model may choose, a schema binds its final text only, as in OpenAI's API.
+object: if the model may choose, a schema binds its final text only, as in OpenAI's API.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class OutputParser:
 
 
 def locate(places: Iterable[Span], parts: Iterable[Span]) -> list[Span]:
-    """Where places in a text are in another one, of which these parts, in order, are that text."""
+    """The places of a text within another one, of which these parts, in order, are that text."""
     found: list[Span] = []
     for start, end in places:
         first = 0  # index of the part in the text that the parts are

@@ -5,7 +5,7 @@
         key = yield from parameters.read_key()               # "city"
         is_whole = yield from parameters.read_value(print)   # "Paris", in pieces, as it arrives
 
-A value has no escapes: what ends it may be a part of it too. So it is an end only where the call goes on after it:
+A value has no escapes: what ends it may be a part of it too. So it is an end only if the call goes on after it:
 with the next parameter, with the call's own end, or not at all. Models leave it out at times, right before these, and
 the call's end before that of all calls.
 """

@@ -67,7 +67,7 @@ def write_value(text: str, schema: Any, key: str) -> str:
 
 
 def find_types_of(schema: Any, key: str) -> set[str]:
-    """The types of a parameter; none where its schema does not say."""
+    """The types of a parameter; none if its schema does not say."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return set(find_types(properties.get(key) if isinstance(properties, Mapping) else None, schema))
 

@@ -53,7 +53,7 @@ def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
 def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
     """Read the formats and compile the template ahead of the first chat.
 
-    A format that is set is warned of where the template never shows the model what tools there are.
+    A format that is set is warned of if the template never shows the model what tools there are.
     """
     ChatParsers(config, None, None, tokenizer)
     if tokenizer.chat_template is not None:
@@ -66,7 +66,7 @@ def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def shows_tools(tokenizer: Tokenizer) -> bool:
-    """Whether a chat with a tool is rendered otherwise than one without; true where neither can be rendered."""
+    """Whether a chat with a tool is rendered otherwise than one without; true if neither can be rendered."""
     chat = [{"role": "user", "content": "Hello"}]
     schema = {"type": "object", "properties": {"city": {"type": "string", "description": "its name"}}}
     function = {"name": "get_weather", "description": "Tells the weather.", "parameters": schema}
@@ -130,7 +130,7 @@ class ChatParsers:
         self._mark_tokens(tokenizer)
 
     def _mark_tokens(self, tokenizer: Tokenizer | None) -> None:
-        """Put a mark before markers that are tokens of the checkpoint, where a format counts only tokens as markers."""
+        """Put a mark before markers that are tokens of the checkpoint, if a format counts only tokens as markers."""
         formats = [each for each in (self._channels, self._format if self.tools else None) if each]
         seen = markers(self._format if self.tools else None, None if self._channels else self._reasoning)
         self._visible = list(dict.fromkeys([*markers(self._channels, None), *seen]))
@@ -218,7 +218,7 @@ class ChatParsers:
         return OutputParser(splitter, reader, is_marked=self._is_marked, is_parallel=self._is_parallel)
 
     def _mark_prompt(self, prompt: str) -> str:
-        """The end of a prompt, where the template has opened a message, with marks."""
+        """The end of a prompt, if the template has opened a message, with marks."""
         assert self._channels is not None and self._channels.channels is not None, "there are channels"
         each = self._channels.channels
         start, body = (text.replace(MARK, "") for text in (each.start, each.body))
@@ -247,7 +247,7 @@ class ChatParsers:
         return delta
 
     def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Parse the next text; the new part as the delta of a chunk, {} where all of it is held back."""
+        """Parse the next text; the new part as the delta of a chunk, {} if all of it is held back."""
         content, reasoning, calls, _ = self.next(parser, text, is_last=is_last)
         delta: dict[str, Any] = {}
         if content:

@@ -6,7 +6,7 @@
     reasoning, content = splitter.finish()                                   # what was held back
 
 Only the beginning of an answer can be reasoning: a later marker is plain text. Some models leave the closing marker out
-before a call: where a call's marker is a token that only calls have, it ends the reasoning too.
+before a call: if a call's marker is a token that only calls have, it ends the reasoning too.
 """
 
 from __future__ import annotations

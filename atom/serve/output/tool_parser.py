@@ -109,7 +109,7 @@ class CallReader:
         return self._content.take(), self._deltas.take()
 
     def take_reasoning(self) -> str:
-        """The new reasoning, where the format has channels for it."""
+        """The new reasoning, if the format has channels for it."""
         return self._reasoning.take()
 
     def take_places(self) -> list[Span]:
@@ -240,7 +240,7 @@ class CallReader:
     def _read_parameters(self, form: Form, tail: list[Piece]) -> Reading[None]:
         """Read parameters, each with a key and a value, as arguments, and the tail of the form.
 
-        The tail may be missing where the calls end, or the next one begins.
+        The tail may be missing if the calls end, or the next one begins.
         """
         text, schema = self._text, self._schemas.get(self._call.name or "")
         close = next((piece.text for piece in tail if piece.kind == "text"), "")

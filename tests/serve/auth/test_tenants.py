@@ -118,7 +118,7 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: b, admin: maybe}", "a.admin=maybe is neither true nor false"),
         ("a: {key: b, admin: 1}", "a.admin=1 is neither true nor false"),
         ("a: {key: b, models: sql}", "a.models=sql is not a list of names"),
-        ("a: {key: b, models: []}", "not a list of names; leave it out where all may be used"),
+        ("a: {key: b, models: []}", "not a list of names; leave it out if all may be used"),
         ("a: {key: b, models: [1]}", "not a list of names"),
         ("a: {key: b, weight: 0}", "a.weight=0 is not a number above 0"),
         ("a: {key: b, max_concurrent: 1.5}", "a.max_concurrent=1.5 is not a whole number above 0"),

@@ -6,7 +6,7 @@
     decode(*args, newest)    # but for one each
 
 The tiles of all sequences are laid end to end and cut into equal runs, one for each program, whatever the lengths are
-(as in Sanovar et al. 2024). Where a cut falls into a sequence, its parts go through memory, and the last program to
+(as in Sanovar et al. 2024). If a cut falls into a sequence, its parts go through memory, and the last program to
 arrive merges them. So the launch depends on neither the lengths nor the width of the table.
 
 With `newest`, programs norm and rotate the queries that they need themselves, and the one with a sequence's last run
@@ -129,9 +129,9 @@ def _attend_newest(
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries [M, BLOCK_D] of sequence `row`, and their softmax over its newest key where is_seen, else none.
+    """The queries [M, BLOCK_D] of sequence `row`, and their softmax over its newest key if is_seen, else none.
 
-    Where is_last, that key and its value go to `entry` of the cache. The key is row GROUP of what is rotated at a time.
+    If is_last, that key and its value go to `entry` of the cache. The key is row GROUP of what is rotated at a time.
     """
     rows, columns = tl.arange(0, q_rows.shape[0]), tl.arange(0, BLOCK_D)[None, :]
     is_column = columns < DIM

@@ -27,7 +27,7 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 TILE = 128  # positions of a sequence that a program expands at a time
 MAX_BYTES = 1 << 30  # of what is expanded at a time
-MAX_POSITIONS = 160 << 10  # for which there is memory, where that is enough for a head
+MAX_POSITIONS = 160 << 10  # for which there is memory, if that is enough for a head
 ABSORBED = (
     1.5  # times the time of attending to expanded keys: of attending to entries; after a long context, 100 queries pay
 )

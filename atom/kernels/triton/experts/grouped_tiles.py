@@ -97,7 +97,7 @@ def choose(shape: Shape, gpu: Gpu) -> Parameters:
 
 def choose_tiles(shape: Shape, gpu: Gpu) -> Tiles:
     """Choose tiles that an average expert fills, with as many stages up to 4 as fit in shared memory, and with few
-    outputs where otherwise some of the GPU's units would have no tile"""
+    outputs if otherwise some of the GPU's units would have no tile"""
     rows_an_expert = shape.rows / shape.experts
     if shape.element_size == 4:  # multiplied without tensor cores
         tile, num_warps = ((16, 32, 32), 4) if rows_an_expert <= 16 else ((64, 64, 32), 8)

@@ -148,7 +148,7 @@ class Recording:
 
 def _multiply(run: Callable[..., Tensor], x: Tensor, weight: Weight, ends: Tensor, *args: Any,
               parameters: Callable[..., Parameters | None]) -> Tensor:  # fmt: skip
-    """Repeat a call, by the kernel's rule where `parameters` gives none; the rows of the experts that are here."""
+    """Repeat a call, by the kernel's rule if `parameters` gives none; the rows of the experts that are here."""
     tiles = parameters()
     y = run(x, weight, ends, *args, parameters=None if tiles is None else parameters)
     return y[: int(ends[-1])]

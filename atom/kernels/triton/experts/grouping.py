@@ -20,7 +20,7 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 SEARCHED = 2048  # pairs of token and expert in which each row searches its position; those of more are counted
 COUNTED, PLACED = 1024, 16  # pairs that a program counts, and whose rows it copies
-SUMMED = 1024  # columns of a token that a program sums up, where it need not search the rows
+SUMMED = 1024  # columns of a token that a program sums up, if it need not search the rows
 
 
 def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) 
 
 
 def group_pairs(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """group, and the row of each pair, i64[k T], or -1 where its expert is not here."""
+    """group, and the row of each pair, i64[k T], or -1 if its expert is on another rank."""
     assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
     (pairs, top_k), width, gpu = (ids.numel(), ids.shape[1]), x.shape[1], find_gpu(x.device)
     rows, order, ends = x.new_empty(pairs, width), ids.new_empty(pairs), ids.new_empty(experts)

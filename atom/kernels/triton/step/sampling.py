@@ -8,14 +8,14 @@ It does what `atom.kernels.torch.step.sampling` does on a CPU.
 A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
 depends on nothing but that row:
 
-    _summarize  a part's largest logit, and its best token, by noise where the row is drawn without filters; of a
+    _summarize  a part's largest logit, and its best token, by noise if the row is drawn without filters; of a
                 filtered row its mass, and how many logits lie in each bin below the largest                (R x parts)
     _limit      the bin that what top_k, top_p and min_p keep ends in, by those counts                       (R)
     _gather     the few logits down to that bin                                                              (R x parts)
     _draw       the token, and the slot's new state                                                          (R)
 
 Without filters a batch needs the first and the last of them. Of a filtered row, the few gathered logits are ranked by
-comparing all pairs, and the best with noise is taken of those that are kept. Where they are many (a flat distribution),
+comparing all pairs, and the best with noise is taken of those that are kept. If they are many (a flat distribution),
 the values at which top_k and top_p end are found by bisection instead, each step a pass that counts and weighs what is
 above.
 """
@@ -34,7 +34,7 @@ from atom.kernels.triton.step.noise import exponential, hash_seed
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
-MAX_GATHERED = 8192  # logits of a filtered row that are gathered; where it may keep more, the row itself is read again
+MAX_GATHERED = 8192  # logits of a filtered row that are gathered; if it may keep more, the row itself is read again
 MAX_PAIRED = 512  # logits of a filtered row that are ranked by comparing all pairs
 
 PENALTIES = "repetition_penalty", "frequency_penalty", "presence_penalty"  # columns, in the order of kernels' arguments
@@ -298,7 +298,7 @@ def _load(logits, ids, size, penalty):
 
 @jit
 def _inverse(temperature):
-    """1 / temperature, 1 where that is greedy."""
+    """1 / temperature, or 1 if greedy."""
     value = tl.load(temperature)
     return tl.where(value < MIN_TEMPERATURE, 1.0, 1.0 / value).to(tl.float32)
 
@@ -321,13 +321,13 @@ def _is_drawn_filtered(temperature, top_k, top_p, min_p, vocab):
 
 @jit
 def _below(x, largest):
-    """x less the largest, also where that is -inf."""
+    """x less the largest, also if that is -inf."""
     return x - tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @jit
 def _weigh(x, largest, inverse):
-    """Probabilities relative to that of `largest`; 0 for -inf, also where that is the largest."""
+    """Probabilities relative to that of `largest`; 0 for -inf, also if that is the largest."""
     return tl.exp(_below(x, largest) * inverse)
 
 
@@ -387,7 +387,7 @@ def _draw_by_pairs(values, ids, size, request, scale, key, SIZE: tl.constexpr):
 def _draw_by_bisection(values, ids, size, request, scale, key, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """The id drawn among at most LIMIT values in the order of their ids, which hold all that may be kept.
 
-    ids: None where these are the values' own places
+    ids: None if these are the values' own places
     """
     k, is_whole, p, total = request
     peak, inverse, _ = scale

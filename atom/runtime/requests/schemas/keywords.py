@@ -134,7 +134,7 @@ def are_disjoint(one: Any, other: Any, work: Callable[[int], object]) -> bool:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of a property, with no type where it may lack."""
+    """The schema of a property, with no type if it is optional."""
     found = schema.get("properties", {}).get(name, {})
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if is_closed and name not in schema.get("properties", {}):

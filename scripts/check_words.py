@@ -22,6 +22,7 @@ WORDS = {
     r"\balone\b": "only",
     r"\bbeside\b": "besides, next to",
     r"\bwhere there (?:is|are)\b": "if there is",
+    r"\blikewise\b": "nothing, or the same again",
 }
 ALLOWED = re.compile(
     r"\bbehind[ -](?:nginx|one port|a (?:reverse )?proxy|a load balancer)\b|\bleft alone\b|\bstand-alone\b",

@@ -160,7 +160,7 @@ def test_artifacts_of_two_drafts_are_two(case: Config, checkpoints: Callable[[st
     assert {f"serve.draft_model='{case.serve.draft_model}'", "serve.method='eagle3'"} <= {*recipe_of(case)}
 
 
-def test_sizes_tell_what_a_draft_reads(case: Config):
+def test_sizes_show_what_a_draft_reads(case: Config):
     plain = replace(case, draft=None, serve=replace(case.serve, method=None, draft_model=None))
     found, before = (sizes(compile_graph(config), config) for config in (case, plain))
     stored = load_file(Path(str(case.serve.draft_model)) / "model.safetensors")

@@ -237,7 +237,7 @@ def test_ranks_find_the_pass_and_the_op_of_a_user(module: Path, checkpoints: Cal
     engine.close()
 
 
-def test_what_a_module_imports_is_told_by_its_text(tmp_path: Path) -> None:
+def test_what_a_module_imports_follows_from_its_text(tmp_path: Path) -> None:
     texts = {"a": "def f():\n    import b, json", "b": "import a\nfrom d import X", "d": "X = 1", "e": ""}
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)

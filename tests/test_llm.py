@@ -501,7 +501,7 @@ def test_an_engine_is_neither_pickled_nor_copied(open_engine: Open, take: Callab
         take(open_engine("llama"))
 
 
-def test_a_fork_of_the_engines_process_is_told_that_it_cannot_use_it(open_engine: Open):
+def test_a_fork_of_the_engines_process_cannot_use_it_and_says_so(open_engine: Open):
     engine = open_engine("llama")
     errors = multiprocessing.get_context("fork").Queue()
 

@@ -209,7 +209,7 @@ def test_a_module_without_adapters_is_named(
         open_engine(name, lora_modules={"sql": str(folder)})
 
 
-def test_a_folder_without_an_adapter_is_told_before_anything_is_compiled(
+def test_a_folder_without_an_adapter_is_reported_before_anything_is_compiled(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atom.assemble.engine.load_model", None)

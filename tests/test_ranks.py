@@ -376,7 +376,7 @@ def test_the_error_of_a_rank_is_that_of_the_engine():
     ranks.close()
 
 
-def test_each_rank_is_told_its_own_and_answers():
+def test_each_rank_gets_its_own_message_and_answers():
     code = "0\nwhile True: link.answer(link.receive() + b'!')"
     with closing(Ranks([RankProcess(code), RankProcess(code)], [b"a", b"b"])) as ranks:
         assert [ranks.receive(rank) for rank in (2, 1)] == [b"b!", b"a!"]
@@ -390,7 +390,7 @@ def test_each_rank_is_told_its_own_and_answers():
                 ranks.receive(1)
 
 
-def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_why():
+def test_a_rank_that_cannot_read_its_messages_ends_and_says_why():
     channel = RankProcess("link.receive(); link.done(); link.receive()")
     with closing(Ranks([channel], [b"a"])) as ranks:
         ranks.wait()
@@ -405,7 +405,7 @@ def test_a_rank_of_which_nothing_can_be_read_ends_all():
 
 
 @pytest.mark.parametrize("wait", [lambda ranks: ranks.receive(1), lambda ranks: ranks.wait()], ids=["receive", "wait"])
-def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks], object]):
+def test_who_waits_for_a_rank_when_all_are_closed_gets_an_error(wait: Callable[[Ranks], object]):
     ranks, errors = Ranks([RankProcess("link.receive(); link.receive()")], [b"a"]), queue.SimpleQueue[str]()
 
     def await_rank() -> None:
@@ -487,7 +487,7 @@ def test_a_device_that_waits_for_a_rank_which_is_gone_is_not_waited_for():
             wait_for(Event(looks), check)  # type: ignore[arg-type]
 
 
-def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
+def test_ranks_answer_in_turn_and_get_all_messages():
     code = "total = 0\nwhile True:\n    total += len(link.receive()); link.done() if total >= {} else None"
     with closing(Ranks([RankProcess(code.format(3 + 100_000)) for _ in range(2)], [b"abc"] * 2)) as ranks:
         ranks.send([b"x" * 100_000] * 2)

@@ -152,7 +152,7 @@ def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: O
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [1, 1.5, 2.5, 4])
-def test_chance_accepts_as_many_as_it_is_told_to(length: float, open_engine: Open, drafting: Any):
+def test_chance_accepts_as_many_as_configured(length: float, open_engine: Open, drafting: Any):
     drafting(1, Drafting(3, 2, 4, rates=acceptance_rates(length, 3)))
     engine = open_engine("qwen3", method="ngram", max_verified_tokens=100)
     params = [SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, seed=seed) for seed in range(8)]

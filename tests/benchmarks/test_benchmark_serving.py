@@ -164,7 +164,7 @@ def test_warm_ups_leave_no_synthetic_prompt_in_the_servers_prefix_cache(
     assert saved(tmp_path / "out")["total_cached_tokens"] == 48
 
 
-def test_lengths_are_told_before_requests_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_lengths_are_reported_before_requests_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The ratio is ROCm/ATOM's: from this share of a length up to it. In vLLM it is the share to either side."""
     with serving(obeying()) as stub:
         more = ["--num-prompts", "200", "--random-input-len", "10", "--random-range-ratio", "0.8"]

@@ -33,7 +33,7 @@ def test_keys_that_users_cannot_set_are_not_named_in_place_of_an_unknown_one():
     assert "prompts, recipe, cache, model, " in message and "hf" not in message and "overrides" not in message
 
 
-def test_an_error_whose_causes_go_round_is_told_in_a_line():
+def test_an_error_with_circular_causes_is_reported_in_one_line():
     """As one that is kept and raised anew may be its own cause."""
     first, second = ConfigKeyError("one\ntwo"), ConfigKeyError("three")
     first.__cause__, second.__cause__ = second, first

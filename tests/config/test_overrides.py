@@ -282,7 +282,7 @@ def test_a_recipe_in_a_folder_of_another_name_is_not_found_and_the_error_names_t
         rewrite(["recipe=mine"], config_dirs=dirs[:1])
 
 
-def test_a_recipe_whose_file_ends_in_yml_is_told_the_ending(tmp_path: Path):
+def test_a_recipe_whose_file_ends_in_yml_is_refused_with_the_right_ending(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"^recipe=bad\.yml: there is no such file .*; files of recipes end in \.yaml$"
     ):

@@ -139,7 +139,7 @@ MIXTURE = Path(__file__).parents[1] / "configs" / "qwen3_30b_a3b.json"  # of 128
         (1, {}, "gather"),
         (4, {}, "gather"),  # all rows are 7 a token between hosts; one to each of 6 ranks with experts is 2 * 6 * 0.67
         (8, {"parallel.data": 2, "parallel.tensor": 4}, "dispatch"),  # of 8 parts of the experts, it meets one
-        (4, {"parallel.data": 4, "parallel.tensor": 2}, "dispatch"),  # likewise 3, on as many hosts
+        (4, {"parallel.data": 4, "parallel.tensor": 2}, "dispatch"),  # and 3, on as many hosts
         (2, {"parallel.pipeline": 2, "parallel.data": 4, "parallel.experts": 4}, "gather"),  # a host has a stage
         (8, {"parallel.experts": 2}, "gather"),  # nearly all tokens choose one of a half
         (8, {"parallel.dispatch": "gather"}, "gather"),

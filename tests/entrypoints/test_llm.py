@@ -92,7 +92,7 @@ def test_outputs_are_those_of_transformers(opened: LLM, references: Callable[[st
         assert found[PROMPT[place]].logprob == pytest.approx(expected[place - 1, PROMPT[place]].item(), abs=1e-3)
 
 
-def test_answers_of_several_prompts_are_told_apart(opened: LLM):
+def test_answers_of_several_prompts_are_distinguished(opened: LLM):
     sampled = SamplingParams(n=2, max_tokens=3, seed=1, ignore_eos=True)
     first, second = opened.generate([PROMPT, PROMPT[:5]], [sampled, GREEDY], use_tqdm=False)
     assert [each.index for each in first.outputs] == [0, 1] and len(second.outputs) == 1

@@ -107,7 +107,7 @@ def test_programs_draft_as_on_a_cpu(name: str, num_drafts: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize("length", [1, 2.5, 4])
-def test_chance_accepts_as_many_as_it_is_told_to(length: float, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
+def test_chance_accepts_as_many_as_configured(length: float, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     how = LOOKED_UP._replace(rates=acceptance_rates(length, 3))
     monkeypatch.setattr(Config, "drafting", how)
     engine = LLMEngine(str(checkpoints("qwen3")), **FIELDS, level=3, method="ngram")

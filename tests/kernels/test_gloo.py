@@ -88,7 +88,7 @@ def test_ranks_that_come_early_and_late_never_read_another_s_next_tensor(run: Ru
     assert all(totals == [number * factor for number in range(300)] for totals in found)
 
 
-def test_a_rank_that_waits_is_told_of_one_that_is_gone(run: Run):
+def test_a_rank_that_waits_learns_of_one_that_is_gone(run: Run):
     def work(rank: int, communicator: GlooCommunicator) -> str:
         def check() -> None:
             raise EngineDeadError("rank 1 has ended")
@@ -217,7 +217,7 @@ def test_stages_send_to_the_ranks_of_their_place(dtype: str, is_one_host: bool, 
             assert torch.equal(got, expected)
 
 
-def test_a_stage_that_waits_is_told_of_one_that_is_gone(tmp_path: Path):
+def test_a_stage_that_waits_learns_of_one_that_is_gone(tmp_path: Path):
     def check() -> None:
         raise EngineDeadError("rank 1 has ended")
 

@@ -14,7 +14,7 @@ def first(x):
 
     It runs alone.
     """
-    return x  # beside it
+    return x  # beside it, likewise
 
 
 LABEL = "behind the text alone"  # behind nginx, left alone
@@ -30,7 +30,7 @@ def page(tmp_path: Path) -> Path:
 
 def test_words_are_found_in_comments_and_docstrings_and_in_no_other_string(page: Path):
     found = [(line, word) for line, word, _ in find_words(page)]
-    assert sorted(found) == [(1, "behind"), (4, "Where there are"), (6, "alone"), (8, "beside")]
+    assert sorted(found) == [(1, "behind"), (4, "Where there are"), (6, "alone"), (8, "beside"), (8, "likewise")]
 
 
 def test_words_are_found_in_names_of_functions(tmp_path: Path):

@@ -68,7 +68,9 @@ def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, 
         ("POST", "/v1//v1/completions", "/v1/completions"),
     ],
 )
-def test_a_base_url_with_too_much_is_told_from_an_unknown_route(server: Server, method: str, path: str, meant: str):
+def test_a_base_url_with_too_much_is_distinguished_from_an_unknown_route(
+    server: Server, method: str, path: str, meant: str
+):
     message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
     hint = f"write {meant}: the base URL has /v1 once, and no slash after it"
     assert message == f"there is no {method} {path} here; {hint}"
@@ -275,7 +277,7 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
         ("colour", ""),
     ],
 )
-def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint: str):
+def test_a_field_that_is_not_known_is_distinguished_from_those_that_are(field: str, hint: str):
     body = json.dumps({"prompt": "a", field: 1, "stream_options": {"max_token": 1}}).encode()
     with pytest.raises(RequestValidationError) as caught:
         read_body(body, "application/json", CompletionRequest, AdvancedConfig())

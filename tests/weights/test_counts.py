@@ -54,7 +54,7 @@ def test_more_than_is_stored_is_refused_before_a_text_is_written(
         LLMEngine(vary(name, **changes), device="cpu")
 
 
-def test_a_folder_without_weights_is_told_apart_from_one_with_too_few(vary: Vary, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_distinguished_from_one_with_too_few(vary: Vary, tmp_path: Path) -> None:
     folder = vary("llama")
     (tmp_path / "llama" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="the checkpoint has no weights; download it again, or take load_dummy"):

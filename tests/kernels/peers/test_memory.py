@@ -65,7 +65,7 @@ def test_memory_is_cleared_shared_and_given_back(hip: Any):
     assert hip.num_held() == held
 
 
-def test_errors_are_told_in_the_runtime_s_words(hip: Any):
+def test_errors_are_reported_in_the_runtime_s_words(hip: Any):
     with pytest.raises(UnsupportedError, match="other's memory: hipExtMallocWithFlags: out of memory"):
         IpcMemory(1 << 50)
     ours = IpcMemory(100)

@@ -122,7 +122,7 @@ def test_each_rank_on_gpus_has_one_and_the_driver_uses_the_one_reserved_for_it(r
     assert (bundles, "PACK") in ray.calls
 
 
-def test_a_driver_with_another_gpu_than_ray_reserves_is_told_which_to_see(ray: FakeRay):
+def test_a_driver_with_another_gpu_than_ray_reserves_is_refused_with_the_right_one(ray: FakeRay):
     ray.num_gpus, ray.reserved = 3, "1"
     with pytest.raises(ConfigError, match=r"reserves GPU 1 for this process, not 0; set CUDA_VISIBLE_DEVICES=1$"):
         place_with_ray(RAY, 3, on_gpus=True)

@@ -313,7 +313,7 @@ def test_examples_of_an_input_stand_in_its_schema(ask: Asker, talker: Path):
     assert system[0]["function"]["parameters"] == {**TOOL["input_schema"], "examples": examples}
 
 
-def test_a_model_that_does_not_think_may_be_told_to_as_far_as_it_is_of_use(ask: Asker):
+def test_a_model_that_does_not_think_may_be_asked_to_as_far_as_it_is_of_use(ask: Asker):
     response, _ = ask(HI, {**ASK, "thinking": {"type": "adaptive"}}, "model.reasoning=null")
     assert response.json()["content"] == [{"type": "text", "text": "Hi"}]
 

@@ -76,7 +76,7 @@ def test_a_tenants_priority_is_the_best_that_it_can_have(own: int, asked: int, e
     assert Tenant("a", Limits(priority=own)).prioritize(asked) == expected
 
 
-def test_without_keys_a_request_has_the_priority_that_it_states():
+def test_without_keys_a_request_has_the_priority_that_it_sets():
     assert [Tenant().prioritize(asked) for asked in (-5, 0, 5)] == [-5, 0, 5]
 
 

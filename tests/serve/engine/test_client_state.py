@@ -223,7 +223,7 @@ def test_an_id_is_refused_while_a_request_has_it():
     run(body)
 
 
-def test_an_engine_is_told_to_end_and_keeps_its_connection():
+def test_an_engine_is_asked_to_end_and_keeps_its_connection():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         client.close("the server ends")
         await engine.send(Beat(EngineStats(num_running=3)))

@@ -201,7 +201,7 @@ with contextlib.suppress(EOFError), open(sys.argv[1], "a") as file:
 """
 
 
-def test_each_engine_is_told_its_number_and_the_configuration_once_though_one_had_it_before(tmp_path: Path):
+def test_each_engine_gets_its_number_and_the_configuration_once_though_one_had_it_before(tmp_path: Path):
     config = load(["parallel.replicas=2", "serve.http.log=json", "serve.max_num_seqs=77", "device=cpu"])
     report = tmp_path / "report"
     command = (sys.executable, "-c", LISTEN, str(report))

@@ -118,5 +118,5 @@ def test_another_root_is_not_served(rooted: Server):
         assert wire.ask(rooted.url, "GET", path, headers=headers).status == 404
 
 
-def test_the_log_tells_the_address_with_its_root(rooted: Server):
+def test_the_log_has_the_address_with_its_root(rooted: Server):
     serving.wait_for_line(rooted, f"{rooted.url}/a/llm (Ctrl-C drains")

@@ -131,7 +131,7 @@ def test_no_spelling_of_a_path_gets_round_that(administered: Server, path: str):
     assert answer.status in (403, 404)
 
 
-def test_who_is_no_administrator_is_told_who_is_and_the_log_too(administered: Server):
+def test_who_is_no_administrator_is_refused_and_the_log_says_why(administered: Server):
     headers = bearer("apps") | {"x-request-id": "of-app"}
     answer = wire.ask(administered.url, "POST", "/start_profile", headers=headers)
     assert answer.json["error"]["code"] == "admin_only"

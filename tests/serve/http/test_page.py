@@ -888,7 +888,7 @@ def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, vis
     expect(opened.page.locator(".assistant .meta")).to_have_text("stopped")
 
 
-def test_a_screen_reader_is_told_whole_answers(server: Server, visit: Open):
+def test_a_screen_reader_gets_whole_answers(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
     answer_with(page, events({"content": "# Title\n\n- item"}))

@@ -20,7 +20,7 @@ from atom.serve.ops.systemd import adopt, notify
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_systemd_is_told_when_the_server_is_ready_and_when_it_drains(
+def test_systemd_is_notified_when_the_server_is_ready_and_when_it_drains(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_abstract: bool
 ):
     address = f"@atom-{tmp_path}" if is_abstract else str(tmp_path / "notify")

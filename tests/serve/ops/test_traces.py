@@ -332,7 +332,7 @@ def test_spans_are_posted_to_otlps_path_where_none_is_given(endpoint: str, url: 
     assert traces_url(endpoint) == url
 
 
-def test_a_variable_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_variable_that_cannot_be_read_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")  # less than a batch
     with pytest.raises(ConfigError, match="traces cannot be sent: "):
         Traces("http://c:4318")

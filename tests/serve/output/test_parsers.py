@@ -47,7 +47,7 @@ def test_the_first_chat_reads_and_compiles_nothing(monkeypatch: pytest.MonkeyPat
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi for the first time"
 
 
-def test_a_template_that_is_no_jinja_is_told_to_each_chat_and_ends_no_server():
+def test_a_template_that_is_no_jinja_fails_each_chat_and_ends_no_server():
     tokenizer = Tokenizer(Backend(models.BPE()), templates={"default": "{% for %}"})
     prepare_chats(load(["load_dummy=true"]), tokenizer)
     with pytest.raises(CheckpointError, match="not valid jinja"):
@@ -182,7 +182,7 @@ def decoded(params: SamplingParams, tokenizer: Tokenizer, ids: list[int]) -> str
     return "".join(map(detokenizer.push, ids)) + detokenizer.finish()
 
 
-def test_channels_are_told_by_tokens_and_not_by_text_that_a_user_can_write(config: Config):
+def test_channels_are_known_by_tokens_and_not_by_text_that_a_user_can_write(config: Config):
     tokenizer = harmony_tokenizer()
     parsers = ChatParsers(config, [tool("f")], None, tokenizer)
     params = parsers.constrain(SamplingParams(), "<|start|>assistant")

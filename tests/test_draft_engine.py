@@ -229,14 +229,14 @@ def test_ranks_groups_and_stages_draft_alike(
     if "parallel.data" not in fields:
         assert stats.num_preemptions > 0
         assert (stats.num_drafts, stats.accepted_per_pos) == (counts.num_drafts, counts.accepted_per_pos)
-    alone = []
+    one_by_one = []
     for each in (one, engine):
         before = each.metrics.scheduler
         answer = tokens_of(each, HOT, every[:1])
         after = each.metrics.scheduler
-        alone.append((answer, after.num_accepted_tokens - before.num_accepted_tokens))
+        one_by_one.append((answer, after.num_accepted_tokens - before.num_accepted_tokens))
         each.close()
-    assert alone[1] == alone[0] and alone[0][1] > 0, "as one rank where the other group has none"
+    assert one_by_one[1] == one_by_one[0] and one_by_one[0][1] > 0, "as one rank where the other group has none"
 
 
 @pytest.mark.sampled(6)

@@ -232,16 +232,16 @@ def test_several_ranks_measure_what_one_does(
     layout: str, checkpoint: Path, thread_ranks: list[ThreadRanks], capsys: pytest.CaptureFixture[str]
 ):
     engine = open_engine(checkpoint)
-    alone = scales_of(engine)
+    measured = scales_of(engine)
     engine.close()
-    assert len(set(alone.values())) > 1 and "measured over" in capsys.readouterr().err
+    assert len(set(measured.values())) > 1 and "measured over" in capsys.readouterr().err
     kept = f"cache={checkpoint}.ranks"
     engine = open_engine(checkpoint, f"parallel={layout}", kept)
     found = scales_of(engine)  # of the first stage
-    assert found and found.items() <= alone.items() and "measured over" in capsys.readouterr().err
+    assert found and found.items() <= measured.items() and "measured over" in capsys.readouterr().err
     engine.close()
     engine = open_engine(checkpoint, kept)  # which reads them
-    assert scales_of(engine) == alone
+    assert scales_of(engine) == measured
     engine.close()
     engine = open_engine(checkpoint, f"parallel={layout}", kept)
     assert scales_of(engine) == found and "measured over" not in capsys.readouterr().err

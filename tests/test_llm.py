@@ -206,15 +206,15 @@ def test_all_of_these_together_change_nothing(name: str, level: int, open_engine
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0
     assert metrics.num_prefix_hit_tokens > 0
-    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.cache.pools)
-    assert metrics.num_preemptions > 0 or has_window_alone, "a window's pool holds every sequence's window"
+    has_only_windows = all(pool.window is not None for pool in engine._engine.scheduler.cache.pools)
+    assert metrics.num_preemptions > 0 or has_only_windows, "a window's pool holds every sequence's window"
 
 
 def test_every_option_that_groups_tokens_gives_the_same_text_of_the_same_seed(open_engine: Open):
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=32, ignore_eos=True)
     prompts = [tiny.prompt(length, seed=length) for length in (9, 30)]
-    alone = open_engine("llama")
-    expected = [alone.generate([prompt], params)[0]["token_ids"] for prompt in prompts]
+    separate = open_engine("llama")
+    expected = [separate.generate([prompt], params)[0]["token_ids"] for prompt in prompts]
     together = open_engine("llama", max_num_batched_tokens=8, num_kvcache_blocks=18, block_size=4, max_model_len=64)
     answers = together.generate(prompts, params)
     assert [answer["token_ids"] for answer in answers] == expected

@@ -73,8 +73,8 @@ def test_ranks_generate_the_tokens_of_peft(
 
 def test_room_for_adapters_changes_no_random_weights(thread_ranks: list[ThreadRanks], open_engine: Open):
     fields = {"load_dummy": True, "tensor_parallel_size": 2}
-    alone, beside = (open_engine("llama", **fields, enable_lora=room) for room in (False, True))
-    (wanted,), (found,) = (engine.generate([tiny.prompt(20)], GREEDY) for engine in (alone, beside))
+    without, with_room = (open_engine("llama", **fields, enable_lora=room) for room in (False, True))
+    (wanted,), (found,) = (engine.generate([tiny.prompt(20)], GREEDY) for engine in (without, with_room))
     assert found["token_ids"] == wanted["token_ids"]
 
 

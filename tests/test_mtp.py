@@ -290,12 +290,12 @@ def test_tensors_of_the_layer_are_left_out_only_where_nothing_reads_them(case_of
 def test_a_layer_with_names_of_its_own_is_left_out_with_what_stands_next_to_it(case_of: Callable[..., Case]):
     config = config_of(case_of("exaone_moe").folder)
     plain = replace(config, serve=replace(config.serve, method=None))
-    beside = [f"{name}.*" for name in mtp.OWN[1:]]
-    assert mtp_patterns(plain) == ["mtp.layers.0.*", *beside]
+    others = [f"{name}.*" for name in mtp.OWN[1:]]
+    assert mtp_patterns(plain) == ["mtp.layers.0.*", *others]
     assert mtp_patterns(config) == []
     two = replace(config.model, mtp_layers=2)
     assert mtp_patterns(replace(config, model=two)) == ["mtp.layers.1.*"]
-    assert mtp_patterns(replace(plain, model=two)) == ["mtp.layers.0.*", "mtp.layers.1.*", *beside]
+    assert mtp_patterns(replace(plain, model=two)) == ["mtp.layers.0.*", "mtp.layers.1.*", *others]
     stored = dict(open_for(config, SilentProgress()).tensors)
     weights.check(semantic_graph(plain), stored, mtp_patterns(plain))
     graph = semantic_graph(config)

@@ -66,7 +66,7 @@ def store(weight: Tensor, block: tuple[int, int], suffix: str, dtype: torch.dtyp
 class Layout(NamedTuple):
     config: dict[str, Any]  # quantization_config
     store: Callable[[Tensor], tuple[Stored, Tensor]]
-    beside: tuple[str, ...] = ()  # suffixes of tensors that are not needed
+    extra: tuple[str, ...] = ()  # suffixes of tensors that are not needed
 
 
 def fp8(block: tuple[int, int], suffix: str = "_scale", shape: str = "grid") -> Callable[[Tensor], Any]:
@@ -286,7 +286,7 @@ def pack(
             del stored[name]
             module = name.removesuffix(".weight")
             stored |= {(module if suffix.startswith(".") else name) + suffix: part for suffix, part in parts.items()}
-            stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.beside}
+            stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.extra}
     save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
     packed.mkdir()
     save_file(stored, packed / "model.safetensors", {"format": "pt"})

@@ -93,8 +93,8 @@ def test_ranks_generate_the_tokens_of_the_reference(
             tiny.assert_greedy(answer, prompt, references(name))
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
-    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
-    assert metrics.num_preemptions > 0 or has_window_alone
+    has_only_windows = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
+    assert metrics.num_preemptions > 0 or has_only_windows
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
@@ -193,11 +193,11 @@ SCORED = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs
 )
 def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_engine: Open):
     prompts, params = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(9, seed=2)], [GREEDY, SEEDED, SCORED]
-    alone = open_engine("qwen3_moe").generate(prompts, params)
+    expected = open_engine("qwen3_moe").generate(prompts, params)
     engine = open_engine("qwen3_moe", enable_prefix_caching=True, **divided)
     assert len(rank_processes()) == 1
     answers = answer_during_an_abort(engine, prompts, params)
-    assert_same_answers(answers, alone)
+    assert_same_answers(answers, expected)
     engine.close()
     assert rank_processes() == []
 
@@ -210,15 +210,15 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
 def test_processes_of_each_family_give_what_one_gives_whatever_happens(name: str, num_ranks: int, open_engine: Open):
     experts = {"enable_expert_parallel": True} if tiny.is_mixture(name) else {}
     prompts, params = eventful_prompts(), [GREEDY, SEEDED, SCORED]
-    alone = open_engine(name, **EVENTFUL).generate(prompts, params)
+    expected = open_engine(name, **EVENTFUL).generate(prompts, params)
     engine = open_engine(name, tensor_parallel_size=num_ranks, **EVENTFUL, **experts)
     assert len(rank_processes()) == num_ranks - 1
-    assert_same_answers(answer_during_an_abort(engine, prompts, params), alone)
-    assert_same_answers(engine.generate(prompts, params), alone)
+    assert_same_answers(answer_during_an_abort(engine, prompts, params), expected)
+    assert_same_answers(engine.generate(prompts, params), expected)
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
-    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
-    assert metrics.num_preemptions > 0 or has_window_alone
+    has_only_windows = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
+    assert metrics.num_preemptions > 0 or has_only_windows
 
 
 @pytest.mark.slow
@@ -636,8 +636,8 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     assert assemble.digest_of(of_cache.graph) == assemble.digest_of(compile_graph(config)), (
         "by which ranks are compared"
     )
-    alone = LLMEngine(str(model), dtype="fp32", level=1, kv_cache_memory=1 << 22)
-    assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
+    single = LLMEngine(str(model), dtype="fp32", level=1, kv_cache_memory=1 << 22)
+    assert tokens[0] == [answer["token_ids"] for answer in single.generate(prompts, GREEDY)]
 
 
 @pytest.mark.slow
@@ -647,8 +647,8 @@ def test_ranks_run_where_their_driver_does(checkpoints: Callable[[str], Path], m
     engine = LLMEngine(f"./{folder.name}", dtype="fp32", level=0, tensor_parallel_size=2, kv_cache_memory=1 << 22)
     (answer,) = engine.generate([tiny.prompt(9)], GREEDY)
     engine.close()
-    alone = LLMEngine(str(folder), dtype="fp32", level=0, kv_cache_memory=1 << 22)
-    assert answer["token_ids"] == alone.generate([tiny.prompt(9)], GREEDY)[0]["token_ids"]
+    single = LLMEngine(str(folder), dtype="fp32", level=0, kv_cache_memory=1 << 22)
+    assert answer["token_ids"] == single.generate([tiny.prompt(9)], GREEDY)[0]["token_ids"]
 
 
 def test_an_engine_that_nobody_holds_leaves_no_rank_and_the_threads_of_before(checkpoints: Callable[[str], Path]):

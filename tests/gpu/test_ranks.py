@@ -145,9 +145,9 @@ PARAMS = [
 @pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[2], DIVIDED[3]])
 def test_ranks_sample_what_one_samples(name: str, fields: dict[str, Any], open_engine: Open):
     prompts = [tiny.prompt(length, seed=length) for length in (9, 30, 1, 17)]
-    alone = open_engine(name, level=3).generate(prompts, PARAMS)
+    single = open_engine(name, level=3).generate(prompts, PARAMS)
     engine = open_engine(name, level=3, **fields)
-    assert_same_answers(answer_during_an_abort(engine, prompts, PARAMS), alone)
+    assert_same_answers(answer_during_an_abort(engine, prompts, PARAMS), single)
 
 
 @pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3], DIVIDED[5]])
@@ -211,10 +211,10 @@ def test_ranks_measure_the_scales_of_one(checkpoint: Path):
         logprobs = [logprob.logprob for logprob in answer["prompt_logprobs"][1:]]
         found.append((test_kv_scales.scales_of(engine), logprobs))
         engine.close()
-    alone, measured, kept = found
-    assert alone[0] == measured[0] == kept[0] and max(alone[0].values()) > 1
+    single, measured, kept = found
+    assert single[0] == measured[0] == kept[0] and max(single[0].values()) > 1
     for _, logprobs in (measured, kept):
-        assert logprobs == pytest.approx(alone[1], abs=0.05)  # entries that round to another number of fp8
+        assert logprobs == pytest.approx(single[1], abs=0.05)  # entries that round to another number of fp8
 
 
 @pytest.mark.timeout(300)

@@ -68,8 +68,8 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
         assert relative_error(each.logits, exact) <= 1.25 * error
     for prompt, tokens in untuned.answers + first.answers:  # each token is the best, as near as bf16 can distinguish
         exact, theirs = (tiny.logits(model, prompt + tokens)[len(prompt) - 1 : -1] for model in (reference, half))
-        behind = exact.amax(1) - exact[range(len(tokens)), tokens]
-        assert behind.max() <= 2 * 1.25 * (theirs - exact).abs().max()
+        deficit = exact.amax(1) - exact[range(len(tokens)), tokens]
+        assert deficit.max() <= 2 * 1.25 * (theirs - exact).abs().max()
 
     gpu = find_gpu(torch.device("cuda"))
     (file,) = (tmp_path / "tuned").iterdir()

@@ -107,11 +107,11 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("behind", [[], [(9, 12)]])
+@pytest.mark.parametrize("following", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (3, 20)])
-def test_leading_sequences_of_several_queries_each(kernels: Kernels, query_len: int, heads: int, behind: Any):
+def test_leading_sequences_of_several_queries_each(kernels: Kernels, query_len: int, heads: int, following: Any):
     lengths = (query_len, query_len + 1, 33, 70)
-    case = make_latent_case([], [(query_len, length) for length in lengths] + behind, heads=heads)
+    case = make_latent_case([], [(query_len, length) for length in lengths] + following, heads=heads)
     check(kernels, change(case, num_decodes=len(lengths), query_len=query_len))
 
 

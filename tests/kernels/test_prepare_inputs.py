@@ -184,16 +184,16 @@ def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num
     )
     for place_of, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         first = place_of * (1 + num_drafts)
-        own, behind = slice(first, first + row.num_tokens), slice(first + row.num_tokens, first + 1 + num_drafts)
+        own, following = slice(first, first + row.num_tokens), slice(first + row.num_tokens, first + 1 + num_drafts)
         assert inputs.tokens[own].tolist() == row.tokens[row.start :]
         assert inputs.positions[first : first + 1 + num_drafts].tolist() == [*range(length - 1, length + num_drafts)]
-        assert inputs.tokens[behind].tolist() == [0] * (num_drafts + 1 - row.num_tokens), "an id that there is"
+        assert inputs.tokens[following].tolist() == [0] * (num_drafts + 1 - row.num_tokens), "an id that there is"
         assert inputs.batch.lengths[place_of] == length + num_drafts
         for kind, blocks in row.blocks.items():
             slots_of, table = inputs.batch.slot_mappings[kind], inputs.batch.tables[kind]
             expected = [blocks[p // block_size] * block_size + p % block_size for p in range(row.start, row.stop)]
             assert slots_of[own].tolist() == expected
-            assert all(0 <= slot < block_size for slot in slots_of[behind].tolist()), "in block 0"
+            assert all(0 <= slot < block_size for slot in slots_of[following].tolist()), "in block 0"
             assert table[place_of, : len(blocks)].tolist() == blocks
     padding = slice(len(rows) * (1 + num_drafts), None)
     assert ((inputs.slots[:, padding] >= 0) & (inputs.slots[:, padding] < block_size)).all()

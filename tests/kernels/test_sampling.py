@@ -356,8 +356,8 @@ def test_of_many_draws_999_in_1000_are_those_of_the_cpu(cuda: str, dtype: torch.
     logits = (randn(12, len(rows), 20_011) * spread).to(dtype)
     got, want = sample(Place(cuda, "triton"), logits, rows), expected(logits, rows)
     assert sum(a != b for a, b in zip(got, want, strict=True)) <= len(rows) // 1000 + 1
-    alone = [sample(Place(cuda, "triton"), logits[i : i + 1], [rows[i]])[0] for i in range(0, len(rows), 29)]
-    assert alone == got[::29]
+    one_by_one = [sample(Place(cuda, "triton"), logits[i : i + 1], [rows[i]])[0] for i in range(0, len(rows), 29)]
+    assert one_by_one == got[::29]
 
 
 @pytest.mark.gpu

@@ -91,8 +91,8 @@ class Descriptor:
 
     def __init__(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.dtype = _Bits(tensor.dtype)
-        bytes_alone = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch indexes no fp8
-        self.flat, self.sizes, self.strides = _flat(bytes_alone), sizes, strides
+        raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch indexes no fp8
+        self.flat, self.sizes, self.strides = _flat(raw), sizes, strides
 
     def copy(self, begin: list[Any], target: Memory) -> None:
         place, inside = self._places(begin, target)

@@ -276,8 +276,8 @@ def test_of_measured_steps_what_usually_pays_is_captured_at_the_start(monkeypatc
     assert graphs.draft_sizes == ((8, 1), (8, 2), (8, 3), (32, 1), (32, 2), (32, 3)), "all may pay"
     assert captured == [(32, 3), (32, 1), (8, 3)], "the largest, for the memory that it takes, and what is likely"
     assert {shape.num_drafts for shape in graphs.shapes} == {0, 1, 2, 3}
-    beside_prompts = {(shape.num_decodes, shape.num_drafts) for shape in mixed if shape.num_drafts}
-    assert beside_prompts == {(16, 1), (16, 3), (32, 1), (32, 3)}, (
+    mixed_drafts = {(shape.num_decodes, shape.num_drafts) for shape in mixed if shape.num_drafts}
+    assert mixed_drafts == {(16, 1), (16, 3), (32, 1), (32, 3)}, (
         "1 to 16 are up to 8 or up to 32; the last is the largest"
     )
 

@@ -229,9 +229,9 @@ def test_a_forced_call_of_a_model_with_channels_is_in_the_last_of_them(config: C
 def test_a_format_leaves_a_model_with_channels_room_for_a_call(config: Config):
     tokenizer = harmony_tokenizer()
     params = SamplingParams(structured_outputs={"json_object": True})
-    alone = ChatParsers(config, None, None, tokenizer).constrain(params, "<|start|>assistant")
-    assert alone.tool_calls is None and alone.reasoning
-    assert alone.reasoning["then"] == "<|start|>assistant<|channel|>final<|message|>"
+    plain = ChatParsers(config, None, None, tokenizer).constrain(params, "<|start|>assistant")
+    assert plain.tool_calls is None and plain.reasoning
+    assert plain.reasoning["then"] == "<|start|>assistant<|channel|>final<|message|>"
     parsers = ChatParsers(config, [tool("f")], None, tokenizer)
     params = parsers.constrain(params, "<|start|>assistant")
     assert params.reasoning and params.reasoning["then"] == "<|start|>assistant", "the grammar has the headers"

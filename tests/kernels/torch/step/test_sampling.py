@@ -239,8 +239,8 @@ def test_a_batch_of_all_kinds_draws_what_each_row_draws_by_itself():
     rows = [sequence(seed, [4, 4, 8], num_prompt=1 + seed, **kind) for seed in range(4) for kind in kinds]
     logits = torch.randn(len(rows), 1000, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16()
     together = sample(logits, rows)
-    alone = [sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
-    assert together == ([tokens[0] for tokens, _ in alone], [reports[0] for _, reports in alone])
+    one_by_one = [sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
+    assert together == ([tokens[0] for tokens, _ in one_by_one], [reports[0] for _, reports in one_by_one])
     backwards = sample(logits.flip(0), rows[::-1])
     assert together == (backwards[0][::-1], backwards[1][::-1])
 

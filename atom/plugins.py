@@ -31,7 +31,7 @@ BACKENDS = "atom.backends"  # kernels: a `Backend`
 
 @cache
 def named(group: str) -> dict[str, str]:
-    """What installed packages plug in: `module:function` or a package, by the name of the entry point."""
+    """Plug-ins of installed packages: `module:function` or a package, by the name of the entry point."""
     return {each.name: each.value for each in entry_points(group=group)}
 
 
@@ -77,7 +77,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def find_value(name: str, group: str) -> Any:
-    """What an entry point names, `module:NAME`. ConfigError if there is no such object."""
+    """Import the object of an entry point, `module:NAME`. ConfigError if it does not exist."""
     module, _, value = named(group)[name].partition(":")
     found = getattr(import_module(module), value, None) if value else None
     if found is None:

@@ -101,7 +101,7 @@ def fail(link: RankLink, error: Exception) -> NoReturn:
 
 @dataclass
 class Rank:
-    """What a rank does for its driver."""
+    """Runs a rank's part of an engine for the driver."""
 
     runner: Runner
     profiler: Profiler

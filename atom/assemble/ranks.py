@@ -31,7 +31,7 @@ SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
 class RankOpening(msgspec.Struct):
-    """What a rank is started with."""
+    """The first message to a rank: what it starts with."""
 
     config: Config  # its level is that of the text
     rank: int
@@ -41,7 +41,7 @@ class RankOpening(msgspec.Struct):
 
 
 class RankModel(msgspec.Struct):
-    """What a rank sends all others about its model."""
+    """Properties of a rank's model, which all ranks exchange."""
 
     weights: bytes  # a digest of samples
     kinds: list[CacheKind]  # of its layers
@@ -139,7 +139,7 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
 
 
 def describe_rank(graph: Graph, tensors: Mapping[Recipe, Loaded], adapters: LoraWeights | None) -> bytes:
-    """What all ranks exchange once their weights are loaded, for `compare_ranks`."""
+    """Describe this rank's model, once its weights are loaded, for `compare_ranks`."""
     modules = {} if adapters is None else adapters.modules
     return msgspec.msgpack.encode(RankModel(sample_weights(tensors), cache_kinds(graph), modules))
 

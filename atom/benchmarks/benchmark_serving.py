@@ -262,7 +262,7 @@ def make_result(
 
 
 def detail(outputs: Sequence[RequestFuncOutput]) -> dict[str, Any]:
-    """What is known of each request, in the order in which they were made."""
+    """Details of each request, in the order in which they were made."""
     values = (
         (each.prompt_len, each.output_tokens or 0, each.started, each.ttft, each.itl, each.generated_text, each.error)
         for each in outputs

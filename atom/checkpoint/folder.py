@@ -120,7 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def hint_of(folder: Path) -> str:
-    """What to name in place of a folder that is no checkpoint."""
+    """Suggest what to name in place of a folder that is no checkpoint."""
     if inside := next(iter(sorted(folder.glob("*.gguf"))), None):
         return f"name the file {inside} itself"
     if (folder / "adapter_config.json").exists():
@@ -299,7 +299,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def parse_header(path: Path) -> tuple[dict[str, Any], memoryview, int]:
-    """What the header of a safetensors file says of each tensor, unchecked; the mapped file; where its data begins."""
+    """Parse a safetensors header: each tensor's entry, unchecked; the mapped file; the start of its data."""
     data = map_file(path)
     size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if len(data) < 8 or size > len(data) - 8:

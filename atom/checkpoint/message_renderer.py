@@ -23,7 +23,7 @@ MAX_FORMS = 1000  # of chats, that are remembered
 
 
 class Loss(IntEnum):
-    """What a template leaves out of a chat."""
+    """The parts of a chat that a template leaves out."""
 
     NOTHING = 0
     CALL = 1
@@ -97,7 +97,7 @@ def is_plain(messages: Messages) -> bool:
 
 
 def form_of(messages: Messages) -> Hashable:
-    """What decides whether a template shows all of a chat: which kinds of messages follow which."""
+    """The form of a chat, on which depends what a template shows: which kinds of messages follow which."""
     kinds = [
         (
             each["role"],
@@ -116,7 +116,7 @@ def has_text(message: dict[str, Any]) -> bool:
 
 
 def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
-    """What a chat like this lacks, as the same chat with a mark for each text and call shows.
+    """Find what a template leaves out of a chat like this, by a mark in each text and call.
 
     A text next to calls does not count: some templates leave it out on purpose.
     """

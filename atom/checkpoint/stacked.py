@@ -94,7 +94,7 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
 
 
 def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Those of the names that match a pattern, with the names of their parts, in which only {expert} is left open."""
+    """The names that match a pattern, with the names of their parts, in which only {expert} is left open."""
     patterns = {}
     for key, listed in stacked.items():
         parts = list(dict.fromkeys(listed))

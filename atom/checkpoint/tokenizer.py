@@ -151,7 +151,7 @@ class Tokenizer:
         return None if write is None else str(write())
 
     def describe(self) -> dict[str, Any]:
-        """What a tokenizer_config.json says of it: special tokens, the chat template, the class of transformers."""
+        """The fields of a tokenizer_config.json: special tokens, the chat template, the class of transformers."""
         others = {name: token for name, token in self._special_tokens.items() if not name.endswith("_token")}
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",

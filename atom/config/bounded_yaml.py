@@ -98,7 +98,7 @@ def _with_place(error: yaml.MarkedYAMLError) -> str:
 
 
 class PlacedError(yaml.YAMLError):  # type: ignore[misc]  # PyYAML has no types
-    """What is wrong with a document, with its place in the message."""
+    """An error in a document, with its place in the message."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)

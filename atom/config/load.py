@@ -144,7 +144,7 @@ def naming_model_file(source: Source) -> Iterator[None]:
 
 
 def fault_of(recipe: str, config_dirs: Sequence[str]) -> str | None:
-    """What is wrong with a recipe, whatever else is set."""
+    """The fault of a recipe, whatever else is set."""
     try:
         load_settings([recipe], config_dirs)
     except AtomError as error:

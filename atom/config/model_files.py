@@ -52,7 +52,7 @@ class ModelFile(NamedTuple):
         return self.path.is_relative_to(CONF)
 
     def states(self, key: str) -> Any:
-        """What the file says itself of a dotted key of model; None if it says nothing."""
+        """The file's own value of a dotted key of model; None if it has none."""
         value: Any = self.spec
         for part in key.split("."):
             if isinstance(value, list):

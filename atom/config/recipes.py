@@ -89,7 +89,7 @@ def recipe_folders(config_dirs: Sequence[str]) -> list[Path]:
 
 
 def name_unread(name: str, config_dirs: Sequence[str]) -> str:
-    """What to do about what is not read; empty if nothing is unread.
+    """Say what to do about files that are not read; empty if all are.
 
     It is a folder recipe/ of a config dir, which is named like a group of conf/, or a file that ends in .yml.
     """
@@ -104,7 +104,7 @@ def name_unread(name: str, config_dirs: Sequence[str]) -> str:
 
 
 def parse_recipe(content: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What a recipe is about, and its overrides. ConfigError for what is no recipe."""
+    """Parse a recipe: its description and its overrides. ConfigError if it is no recipe."""
     if not isinstance(content, dict) or not content.keys() - {"about"}:
         raise ConfigError(f"recipe {path}: it takes about:, and defaults: and fields, or overrides: with key=value")
     about = content.pop("about", None) or {}

@@ -55,7 +55,7 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
 
 
 def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
-    """What weights are packed to while they load, as formats with their blocks."""
+    """Derive the formats, with their blocks, to which weights are packed while they load."""
     quant = derive_method(config)
     modules = modules_of(model)
     if config.draft is not None:

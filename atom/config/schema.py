@@ -176,7 +176,7 @@ class UsualConfig:
 
 @dataclass
 class Eagle3Config:
-    """What a draft of EAGLE-3 has besides the fields of its one layer."""
+    """Fields of an EAGLE-3 draft besides those of its one layer."""
 
     input_of: list[int] | None = None  # layers of the model it drafts for, whose input it reads; null: see output_of
     output_of: list[int] | None = None  # layers whose output it reads; null: the input of layers 2, L / 2, L - 3
@@ -393,7 +393,7 @@ class TorchrunConfig:
 
 @dataclass
 class AdvancedConfig:
-    """What hardly anyone sets by hand: limits and time-outs of the server, what systemd and torchrun pass."""
+    """Fields that few set by hand: limits and time-outs of the server, values from systemd and torchrun."""
 
     max_values: int = of("serve", number(1_000_000, 1000, INT32))  # numbers, texts, lists and objects in a body
     max_items: int = of("serve", number(100_000, 1000, INT32))  # texts, names of fields, lists and objects in a body

@@ -33,7 +33,7 @@ def expert_names(model: ModelConfig, names: Collection[str]) -> set[str]:
 
 
 def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set[str]:
-    """Those of these names that a role has in some layer."""
+    """The names that a role has in some layer."""
     stored = [model.weights[role] for role in roles if role in model.weights]
     stored += [name_of_mtp(model, name) for name in stored]
     pattern = re.compile("|".join(map(re.escape, stored)).replace(re.escape("{layer}"), "[0-9]+"))

@@ -183,7 +183,7 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What applies without sampling_params."""
+        """The sampling parameters that apply if none are given."""
         return SamplingParams(**self.llm_engine.config.sampling.values())
 
     def reset_prefix_cache(self) -> bool:

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """What a `KV` of the text is when it runs."""
+    """The run-time value of a `KV` of the text."""
 
     blocks: Tensor  # [blocks, block size, *the entry of a token]
     kind: str  # of `KV.kind`: its key in a batch's tables and slot mappings

@@ -92,7 +92,7 @@ def is_alike(tensor: torch.Tensor, rule: Type, sizes: Mapping[str, int]) -> bool
 
 
 def show_result(result: Any, sizes: Mapping[str, int]) -> str:
-    """What a body returned, in the text's form."""
+    """Show a body's result in the text's form."""
     if not isinstance(result, torch.Tensor):
         return type(result).__name__
     return str(Type(NAMES.get(result.dtype, str(result.dtype)), tuple(show_dim(size, sizes) for size in result.shape)))

@@ -31,7 +31,7 @@ class BlockType(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What blocks [..., B] are made of; a block has G groups of columns."""
+    """The parts of blocks [..., B]; a block has G groups of columns."""
 
     numbers: Tensor  # u8[..., B, columns]
     factors: Tensor  # fp16[..., B]

@@ -184,7 +184,7 @@ def names_of(op: Op, num_args: int, *keywords: str) -> tuple[str, ...]:
 
 
 def type_of(arg: Any) -> Any:
-    """What a shape rule and a kernel's `accepts` are asked about an argument of a call: a tensor's type, or itself."""
+    """The type of an argument of a call, for shape rules and `accepts`: a tensor's type, or the value itself."""
     if isinstance(arg, Node):
         return arg.meta["type"]
     return arg.type if isinstance(arg, Recipe) else arg

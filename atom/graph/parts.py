@@ -45,7 +45,7 @@ def has_parts(recipe: Recipe) -> bool:
 
 
 def stored_tensors(recipe: Recipe) -> Iterator[W]:
-    """What a checkpoint has to have of a recipe: plain leaves, and the parts of packed ones."""
+    """The tensors that a recipe needs of a checkpoint: plain leaves, and the parts of packed ones."""
     for leaf in leaves(recipe):
         for part in parts_of(leaf).values():
             yield from leaves(part)

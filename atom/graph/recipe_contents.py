@@ -31,7 +31,7 @@ def slices(recipe: Recipe) -> Iterator[Slice]:
 
 
 def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
-    """What of a recipe each rank has of its own."""
+    """The parts of a recipe that differ between ranks."""
     return (part for part in _within(recipe) if isinstance(part, Ranked))
 
 
@@ -59,7 +59,7 @@ def packed_while_loading(recipe: Recipe) -> tuple[Quantize, ...]:
 
 
 def layout_units(recipe: Shuffle) -> list[Recipe]:
-    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' in layouts that join them."""
+    """The units of a kernel's layout: a matrix, each expert's, or all experts' in layouts that join them."""
     part = recipe.part
     if len(part.type.shape) == 2 or recipe.layout in JOINS_EXPERTS:
         return [part]

@@ -151,7 +151,7 @@ def _identity(fields: Mapping[str, Any]) -> str:
 
 
 def _read_answers(path: Path) -> list[dict[str, Any]]:
-    """What the answers in a file repeat of their prompts, of those without an error."""
+    """Read the fields of their prompts that a file's answers repeat, without those that failed."""
     *lines, rest = path.read_bytes().split(b"\n")
     if _read_json(rest.decode("utf-8", "replace")) is not None:  # whole, though without its end
         lines, rest = [*lines, rest], b""

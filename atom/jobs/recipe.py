@@ -61,7 +61,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe_recipe(name: str) -> dict[str, str]:
-    """What a recipe is about and sets. ConfigError, with the key, if it does not compose."""
+    """Describe what a recipe is for and what it sets. ConfigError, with the key, if it does not compose."""
     recipe = read_recipe(name)
     config = load_settings([override("recipe", name)])
     about = recipe.about

@@ -79,7 +79,7 @@ class Communicator(Protocol):
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor: ...
 
     def take_held(self) -> list[Held]:
-        """What `send` has held back since this was asked last, since a CUDA graph was being captured."""
+        """Take the messages that `send` has held back, since a CUDA graph was being captured."""
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective in which the host waits call this now and then: it raises if a rank is gone."""
@@ -100,7 +100,7 @@ class Rendezvous(NamedTuple):
 
 
 class LoadContext:
-    """What the kernels of a program share, such as memory kept from step to step: calls must run one after another."""
+    """State shared by the kernels of a program, such as memory kept from step to step: calls must run in order."""
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         """communicator: of an engine of several ranks"""
@@ -156,7 +156,7 @@ def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What a kernel accepts that runs on one kind of device."""
+    """Accepts calls on one kind of device."""
 
     device: str
     accepts: Accepts  # what else it depends on
@@ -228,14 +228,14 @@ class PieceCompiler(ABC):
 
     @abstractmethod
     def ingredients(self, target: Target) -> dict[str, str]:
-        """What the code depends on besides the piece's text, our sources and the backends' versions, in words."""
+        """Key ingredients besides the piece's text, our sources and the backends' versions, in words."""
 
     def kernel_names(self, text: str) -> list[str]:
         """The names of a piece's kernels in a profiler trace; empty if a piece is no kernel of a device."""
         return []
 
     def find_missing(self) -> str | None:
-        """What must be installed to compile; None: nothing."""
+        """The package that must be installed to compile; None: nothing."""
         return None
 
 

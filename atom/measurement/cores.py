@@ -17,7 +17,7 @@ MAX_WAITED = 0.1  # share of the time in which threads waited for a core; above 
 
 
 class CoreSeconds(NamedTuple):
-    """What the threads of a process have run, and waited until they ran."""
+    """Seconds that a process's threads ran, and waited for a core."""
 
     ran: float
     waited: float

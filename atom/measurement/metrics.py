@@ -44,7 +44,7 @@ class RequestFuncOutput:
 
 @dataclass(frozen=True)
 class Latency:
-    """In milliseconds; None if nothing was measured."""
+    """Statistics of a latency, in milliseconds; None if nothing was measured."""
 
     mean: float | None
     median: float | None

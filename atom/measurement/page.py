@@ -62,7 +62,7 @@ class Bar(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What lasted for some time."""
+    """An interval of a timeline."""
 
     name: str
     start: float
@@ -142,7 +142,7 @@ def join_texts(bar: Bar) -> str:
 
 
 def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[str]:
-    """What a bar's value and its mark are, each at its own end.
+    """Write the texts of a bar's value and of its mark, each at its own end.
 
     If the mark is beyond the bar, the value's text stands between them, or in the bar. If neither has room, both
     stand past the mark.
@@ -166,7 +166,7 @@ def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[s
 
 
 def timeline(boxes: Sequence[Box], seconds: float) -> str:
-    """What ran when, nested calls in lanes below; a tooltip on a box shows its name and time.
+    """A timeline, nested calls in lanes below; a tooltip on a box shows its name and time.
 
     Those that would be too narrow to be seen are left out.
     """

@@ -129,7 +129,7 @@ def place_of(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did. `graph` is live: to keep it, show it as text."""
+    """The report of one pass. `graph` is live: to keep it, show it as text."""
 
     name: str
     num_changes: int

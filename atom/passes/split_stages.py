@@ -112,7 +112,7 @@ def _body_of_stage(body: Program, given: Node | None, result: Node, context: Pas
 
 
 def _given_tokens(draft: Program) -> Program:
-    """What drafts in a stage before the last one: nothing, with a row for each token."""
+    """The draft program of a stage before the last one, which only returns its tokens."""
     made = Program(draft.name)
     tokens = draft.inputs[0]
     made.output(made.input(tokens.name, tokens.meta["type"]))

@@ -31,7 +31,7 @@ class Life(StrEnum):
 
 
 class Vitals(NamedTuple):
-    """What the kernel says of a process."""
+    """The kernel's statistics of a process."""
 
     state: str  # as in /proc/PID/stat
     cpu: float  # seconds of CPU time that all its threads have used
@@ -56,7 +56,7 @@ def read_vitals(pid: int) -> Vitals | None:
 
 
 class Watch:
-    """What has been observed of one process. One thread looks, any thread hears."""
+    """Observations of one process. One thread looks, any thread hears."""
 
     def __init__(self, seconds: float = HANG_SECONDS) -> None:
         """seconds: without a sign of life after which the process is hung"""

@@ -89,7 +89,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request has besides its prompt and its sampling parameters."""
+    """Options of a request besides its prompt and its sampling parameters."""
 
     salt: bytes = b""  # requests of another salt share no cached prefix with this one
     priority: int = 0  # lower is served earlier

@@ -60,7 +60,7 @@ class Context:
 
     @property
     def names(self) -> list[str]:
-        """What requests may call the model, and its adapters."""
+        """Names by which requests may call the model, and its adapters."""
         return [*self.config.served_names, *self.engines.adapters]
 
     def adapter(self, model: str) -> str | None:
@@ -75,7 +75,7 @@ class Context:
 
     @property
     def doing(self) -> str:
-        """What a start is waiting for: a step of the engines' start, or a download of this process."""
+        """The present phase of a start: a step of the engines' start, or a download of this process."""
         is_ready = self.engines.state is EngineState.READY
         engine = "opening the tokenizer" if is_ready else self.engines.doing
         return "; ".join(filter(None, (engine, self.progress.doing)))
@@ -116,7 +116,7 @@ class Context:
             raise EngineDeadError(f"the server is {self.state}")
 
     def names_for(self, tenant: Tenant) -> list[str]:
-        """What a tenant's requests may call the model, and the adapters that they may use."""
+        """Names by which a tenant's requests may call the model, and the adapters that they may use."""
         return [name for name in self.names if tenant.models is None or name in tenant.models]
 
     def model_for(self, tenant: Tenant, model: str | None) -> str:

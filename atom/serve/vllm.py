@@ -128,7 +128,7 @@ ROUTES = {
 
 
 def instead_of_route(path: str) -> str | None:
-    """What to use in place of a route, or of one above it; None for a route that is not known."""
+    """The replacement of a route, or of one above it; None for a route that is not known."""
     while path and path not in ROUTES:
         path = path.rpartition("/")[0]
     return ROUTES.get(path)

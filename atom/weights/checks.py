@@ -66,7 +66,7 @@ def check_surplus(needed: Collection[str], stored: Iterable[str], ignore: Iterab
 
 
 def _module_of(name: str) -> str:
-    """What a tensor belongs to with others: `up` of up.weight, up.bias and up.scale, `experts` of experts.up_bias."""
+    """The module of a tensor: `up` of up.weight, up.bias and up.scale, `experts` of experts.up_bias."""
     return name.rpartition(".")[0]
 
 

@@ -148,7 +148,7 @@ class LoraWeights:
 
 
 def take(recipe: Recipe, factor: Tensor) -> Tensor:
-    """What a part of a stack has of a factor."""
+    """Take the part of a factor that goes into a part of a stack."""
     if not isinstance(recipe, Slice):
         return factor
     places = slice(recipe.start, recipe.stop, recipe.step)

@@ -53,7 +53,7 @@ class PackedFile:
         self._file = -1
 
     def open(self) -> Checkpoint | None:
-        """What an earlier start has kept, compared with its checksums; None without it, or if it is damaged."""
+        """Open what an earlier start has kept, and check it; None without it, or if it is damaged."""
         found, entry = self._cache.find(WEIGHTS, self._key, unread={FILE}), self._cache.describe(WEIGHTS, self._key)
         if found is None or entry is None:
             return None

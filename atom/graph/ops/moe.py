@@ -143,7 +143,7 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
 def multiply_by_expert(
     linear: Callable[..., Tensor], x: Tensor, weight: Any, columns: int, ends: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """What grouped_linear gives, by a linear of one expert's rows and weight.
+    """grouped_linear, as a linear of each expert's rows and weight.
 
     columns: O.
     """

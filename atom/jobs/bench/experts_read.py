@@ -34,7 +34,7 @@ Key = tuple[Op, str]  # an op and the backend of its kernel
 
 @dataclass
 class ExpertCounts:
-    """What routers chose in decode steps, summed over calls; experts that all tokens share are left out."""
+    """Experts chosen by routers in decode steps, summed over calls; shared experts are left out."""
 
     experts: int = 0  # of a layer
     steps: int = 0

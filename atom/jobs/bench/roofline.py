@@ -66,7 +66,7 @@ class Limits:
     int8: float | None = None
 
     def of_each(self, ranks: int) -> Limits:
-        """What each of several ranks has of a machine that they share."""
+        """The limits of each of several ranks that share the machine."""
         return Limits(**{name: rate / ranks for name, rate in self.measured().items()})
 
     def seconds(self, work: Work) -> float:
@@ -218,7 +218,7 @@ def expert_matmuls(node: Node, place: int) -> list[Matmul]:
 
 
 def _num_groups(rows: Node) -> int:
-    """Of how many groups of ranks these are the tokens."""
+    """The number of groups of ranks that these tokens belong to."""
     return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 

@@ -57,7 +57,7 @@ class Step(NamedTuple):
         return len(self.decodes) + self.num_drafts + sum(num_tokens for _, num_tokens in self.chunks)
 
     def num_rows(self, programs: Container[str]) -> dict[str, int]:
-        """By those of a text's programs that it ran, in their order."""
+        """Rows of each of a text's programs that it ran, in their order."""
         rows = {DRAFT_HEAD: self.num_drafts, BODY: self.num_tokens, HEAD: self.num_sampled, DRAFT: self.num_tokens}
         return {name: num for name, num in rows.items() if name in programs}
 

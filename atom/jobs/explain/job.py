@@ -261,7 +261,7 @@ def draft_counts(config: Config) -> dict[int, int]:
 
 
 def draft_times(graph: Graph, config: Config) -> dict[str, Any]:
-    """What tune=true has measured of steps of this text: by GPU and sequences, microseconds with 0, 1, … drafts."""
+    """Step times measured by tune=true, by GPU and sequences: microseconds with 0, 1, … drafts."""
     if config.cache is None or config.serve.max_verified_tokens is not None:
         return {}
     text, found = digest_of(graph)[:16], dict[str, dict[str, list[float]]]()

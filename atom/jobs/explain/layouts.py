@@ -190,7 +190,7 @@ def sum_seconds(measured: Mapping[int, float], num_bytes: int) -> float:
 
 
 def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
-    """What each of several GPUs would hold and be limited to; why not, if ranks cannot divide the model.
+    """Memory and limits of each of several GPUs; the reason, if ranks cannot divide the model.
 
     Of a mixture, also with whole experts on each, and with data groups, if the weights fit.
     """

@@ -156,7 +156,7 @@ def _rounding(calibration: str) -> str:
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    """What ranks on several GPUs would give."""
+    """Describe a layout of ranks on several GPUs."""
     if "refused" in layout:
         return str(layout["refused"])
     held = f"{_size(layout['weights_bytes'])} of weights a GPU"

@@ -71,7 +71,7 @@ def middle_step(trace: Mapping[str, Any], num_steps: int) -> list[Event]:
 
 
 def nested(event: Event) -> tuple[float, float]:
-    """By this, events are sorted so that those in an event follow it."""
+    """A sort key by which events follow those that contain them."""
     return event.start, -event.stop
 
 

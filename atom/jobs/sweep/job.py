@@ -57,7 +57,7 @@ SIGNALED = 128  # and the signal: the exit code of a job that one has ended, as 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all jobs of a sweep are run with."""
+    """Settings of a sweep that all its jobs share."""
 
     folder: Path  # absolute, of results
     config_dirs: list[str]  # absolute
@@ -123,7 +123,7 @@ def run_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> Result:
 
 
 def describe_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> tuple[Result, list[str]]:
-    """What is known of a job before it runs, and the GPUs that it may be given."""
+    """Describe a job before it runs, and the GPUs that it may be given."""
     versions, hardware = find_versions(), describe_machine()
     result = Result("", sweep.started, number, own_overrides(overrides), hardware=hardware, versions=versions)
     try:
@@ -298,7 +298,7 @@ def write_result(path: Path, result: Result) -> None:
 
 
 def describe_signal(code: int) -> str | None:
-    """What has ended a job, if its exit code is that of a signal."""
+    """Describe the signal that has ended a job, if its exit code is that of a signal."""
     names = {SIGNALED + each.value: each.name for each in signal.Signals}
     return f"it was ended by {names[code]}" if code in names else None
 

@@ -168,7 +168,7 @@ def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Pa
 
 
 def fixed_part(texts: Iterable[str]) -> dict[str, str | None]:
-    """What distinguishes sweeps: their overrides by key, None if choices are swept, which may become more."""
+    """The identity of a sweep: its overrides by key, None if choices are swept, which may become more."""
     parsed = {each.get_key_element(): each for each in map(parse, texts)}
     given = sorted(parsed.keys() - {"hydra.sweep.dir", "cache", *(f"job.{name}" for name in UNRELATED_OF["job"])})
     return {key: None if parsed[key].is_sweep_override() else parsed[key].input_line for key in given}

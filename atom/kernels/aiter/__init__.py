@@ -50,7 +50,7 @@ FP8 = "fp8_e4m3"
 
 
 def find_features() -> frozenset[str]:
-    """Of a machine with AMD's GPUs: whether AITER is there, and which functions its version lacks."""
+    """Features of a machine with AMD's GPUs: whether AITER is there, and which functions its version lacks."""
     root = None if torch.version.hip is None else find_root()
     if root is None:
         return frozenset()

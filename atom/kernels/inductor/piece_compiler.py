@@ -71,5 +71,5 @@ def _aot() -> Any:
 
 
 def find_versions() -> dict[str, str]:
-    """What compiled code depends on of this machine: a machine with equal values can run it."""
+    """Key ingredients of this machine: machines with equal values can run the same code."""
     return {"torch": torch.__version__, "instruction set": instruction_set(), "libraries": libraries()}

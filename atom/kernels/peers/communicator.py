@@ -36,7 +36,7 @@ GATHERED_BYTES = 8 << 20  # max of all ranks together for pushed gathers
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What ranks exchange before they open each other's memory."""
+    """The message that ranks exchange before they open each other's memory."""
 
     units: int = 0  # multiprocessors
     handles: dict[str, bytes] = {}  # of its memory, by axis
@@ -73,7 +73,7 @@ class PeerCommunicator:
         self._meet(rendezvous, open_all)
 
     def _meet(self, rendezvous: Rendezvous, prepare: Callable[[], Ready]) -> list[Ready]:
-        """What all ranks have prepared. UnsupportedError, on all of them, if one could not."""
+        """Exchange what all ranks have prepared. UnsupportedError, on all of them, if one could not."""
         try:
             own = prepare()
         except UnsupportedError as error:

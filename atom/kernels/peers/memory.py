@@ -97,7 +97,7 @@ class IpcMemory:
 
 
 def find_functions() -> Functions:
-    """Those of the driver of this machine's GPUs."""
+    """Find the functions of the driver of this machine's GPUs."""
     if torch.version.hip is None:
         return CUDA
     name = torch.cuda.get_device_properties().gcnArchName.partition(":")[0]

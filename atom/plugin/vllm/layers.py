@@ -36,7 +36,7 @@ class AttentionLayers(nn.Module):
             self._add(node, _make_mla_attention(node, vllm_config, _layer_name(prefix, node), num_ranks))
 
     def kernels(self) -> Kernels:
-        """Of attention, in place of those that the text names."""
+        """Kernels of attention, in place of those that the text names."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, layer: str, **_attributes: Any) -> Tensor:
             out: Tensor = self._by_name[layer](q, k, v)

@@ -141,7 +141,7 @@ class KVCache:
         return len(path) * self.block_size
 
     def find_cached(self, sequence: Sequence) -> Cached:
-        """What `match_prefix` would give the sequence."""
+        """Count the cached tokens that `match_prefix` would give the sequence."""
         path = self._find_prefix(sequence)
         num_loaded = sum(self._is_loaded(path, at) for at in range(len(path))) if self.host_pools else 0
         return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)

@@ -78,7 +78,7 @@ class Driver:
         self._ranks.check()
 
     def receive(self, rank: int) -> Sampled:
-        """What the group of this rank sampled in the oldest step not yet received."""
+        """Receive what the group of this rank sampled in the oldest step not yet received."""
         return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
 
     @contextmanager

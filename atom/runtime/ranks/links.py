@@ -64,7 +64,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What the driver asked for, in the order of its messages."""
+    """An answer to the driver, in the order of its messages."""
 
     body: bytes
 

@@ -35,7 +35,7 @@ from atom.runtime.types import StepLimits
 
 
 class Computed(NamedTuple):
-    """What a step computed, ahead of sampling."""
+    """The result of a step ahead of sampling."""
 
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token

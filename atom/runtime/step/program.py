@@ -39,7 +39,7 @@ def score(head: Executable, hidden: Hidden) -> Tensor:
 
 
 class Bindings(NamedTuple):
-    """What the names in a program's text stand for."""
+    """The values of the names in a program's text."""
 
     weights: Mapping[Recipe, Any]
     code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call

@@ -148,7 +148,7 @@ def read_turns(body: CountRequest) -> Iterator[Turn]:
 
 
 def shown_messages(messages: Sequence[Message]) -> list[Message]:
-    """Those that the model reads: a reminder may be for the turn that it follows only."""
+    """The messages that the model reads: a reminder may be for the turn that it follows only."""
     last = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
     return [
         message for index, message in enumerate(messages) if index >= last or message.clear_at != "next_user_message"

@@ -47,7 +47,7 @@ class SignatureError(AtomError):
 
 
 class Component(NamedTuple):
-    """What a signature covers: a name with parameters, as in `"content-digest";req`."""
+    """A component that a signature covers: a name with parameters, as in `"content-digest";req`."""
 
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()

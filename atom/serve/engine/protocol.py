@@ -125,7 +125,7 @@ class Refused(Message):
 
 
 class Done(Message):
-    """What an operator asked for is done, or has failed with `error`. result: the path of the file that it wrote."""
+    """Reports that an operator's request is done, or has failed with `error`. result: the path of a written file"""
 
     id: str
     result: str

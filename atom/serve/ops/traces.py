@@ -108,7 +108,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def params_of(active: ActiveResponse) -> dict[str, float]:
-    """What a request asks for; nothing of an embedding, whose parameters are not its own."""
+    """The sampling parameters of a request; none of an embedding, whose parameters are not its own."""
     request = active.request
     if request.options.pooling is not None:
         return {}

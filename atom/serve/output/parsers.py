@@ -165,7 +165,7 @@ class ChatParsers:
         return replace(params, visible_tokens=self._visible, mark_visible_tokens=self._is_marked)
 
     def _reasoning_before(self, prompt: str) -> dict[str, str] | None:
-        """What comes before a constrained answer; None if it begins with the answer."""
+        """The reasoning before a constrained answer; None if it begins with the answer."""
         if self._channels and (each := self._channels.channels):
             header = f"{each.channel}{{}}{each.body}"
             parts = {"begin": header.format(each.reasoning), "end": each.end[0]}

@@ -113,7 +113,7 @@ def cap_scores(qk, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @jit
 def score_factor(k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """What makes scores of those that cap_scores gives, in units of log2."""
+    """The factor that turns the result of cap_scores into scores in units of log2."""
     factor = (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E
     if SOFTCAP is None and k_scale is not None:
         factor = factor * k_scale

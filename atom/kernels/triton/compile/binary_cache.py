@@ -148,7 +148,7 @@ def _files_in(folder: Path) -> dict[str, str]:
 
 
 class _Making(NamedTuple):
-    """What a thread makes within `kept`."""
+    """Binaries that a thread makes within `kept`."""
 
     binaries: BinaryCache
     locks: ExitStack  # of entries that this thread makes, until `kept` ends: a kernel has a launcher then, too

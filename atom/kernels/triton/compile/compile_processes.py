@@ -52,7 +52,7 @@ Plain = None | bool | int | float | str
 
 
 def identify(src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, str]:
-    """What a binary depends on besides Triton, as Triton's own cache has it."""
+    """Key ingredients of a binary besides Triton, as in Triton's own cache."""
     backend = make_backend(target)
     return {
         "source": src.hash(),
@@ -176,7 +176,7 @@ class _Constant(msgspec.Struct):
 
 
 class _Compilation(msgspec.Struct):
-    """What an ASTSource is made of, and what it is compiled for."""
+    """The source and target of a compilation."""
 
     kernel: _Name
     triton: str  # its version

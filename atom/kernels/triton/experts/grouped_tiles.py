@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the tiles of a grouped GEMM depend on."""
+    """The shape of a grouped GEMM, by which its tiles are chosen."""
 
     rows: int  # pairs of token and expert
     experts: int

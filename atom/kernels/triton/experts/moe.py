@@ -85,6 +85,6 @@ class Experts:
 
 
 def describe(x: Tensor, weight: Weight, gate: Gate | None = None) -> Shape:
-    """What the tiles of x [P, I] by experts [E, O, I] depend on."""
+    """The shape of the grouped GEMM of x [P, I] by experts [E, O, I]."""
     experts, out, inner = weight.shape
     return Shape(len(x), experts, out, inner, 1 if gate is None else 2, x.element_size(), encoding_of_weight(weight))

@@ -100,7 +100,7 @@ def read_named(value: Any, place: Place, depth: int) -> dict[str, Any]:
 
 
 def read_needs(value: Any, place: Place, depth: int) -> dict[str, Any]:
-    """What properties need: names of others, or a schema."""
+    """Read what properties need: names of others, or a schema."""
     if not isinstance(value, Mapping):
         raise place.fault(f"{value!r:.60} is not an object")
     return {

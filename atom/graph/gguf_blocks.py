@@ -19,6 +19,7 @@ from torch import Tensor
 from atom.graph.formats import parse_format
 
 SPLIT = "parts"  # the layout of a GPU's linears, see `kernels.triton.linear.split_blocks`
+PLANES = "wgmma"  # that of Hopper's, see `kernels.hopper.shuffle`
 
 
 class BlockType(NamedTuple):
@@ -73,13 +74,14 @@ def fit_factors(fmt: str, stored: Tensor, size: float) -> Tensor:
     return made
 
 
-def split_bits(fmt: str) -> Fraction:
-    """The bits of a number in the layout SPLIT, with its part of scales, minima and factors."""
+def split_bits(fmt: str, layout: str) -> Fraction:
+    """The bits of a number in the layout SPLIT or PLANES, with its part of scales, minima and factors."""
     known, stored = TYPES[fmt], parse_format(fmt)
     columns, num = int(stored.block[1] or 0), 1 + known.has_mins
     has_factors = columns > known.group
     of_group = Fraction(num * (8 if has_factors else 16), known.group)
-    return (4 if stored.bits <= 4 else 8) + of_group + (Fraction(16 * num, columns) if has_factors else 0)
+    of_number = stored.bits if layout == PLANES else 4 if stored.bits <= 4 else 8
+    return of_number + of_group + (Fraction(16 * num, columns) if has_factors else 0)
 
 
 def _products(factors: Tensor, scales: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from atom.graph.gguf_blocks import SPLIT, split_bits
+from atom.graph.gguf_blocks import PLANES, SPLIT, TYPES, split_bits
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import (
     JOINS_EXPERTS,
@@ -81,9 +81,10 @@ def held_by_format(recipe: Recipe) -> Mapping[str, int]:
         return sum((Counter(held_by_format(part)) for part in recipe.parts), Counter[str]())
     if isinstance(recipe, Shuffle):
         held = held_by_format(recipe.part)
-        if recipe.layout == SPLIT:
+        if recipe.layout in (SPLIT, PLANES):
             num = recipe.type.num_elements
-            return Counter({fmt: int(num * split_bits(fmt)) // 8 for fmt in held})
+            split = {fmt: int(num * split_bits(fmt, recipe.layout)) // 8 for fmt in held if fmt in TYPES}
+            return Counter({**held, **split})
         return held
     leaf, packed = next(leaves(recipe), recipe), next(iter(packed_while_loading(recipe)), None)
     fmt = leaf.type.fmt if packed is None else packed.fmt

@@ -31,7 +31,13 @@ from atom.kernels.triton import ACTS, GIVEN, PACKED, SPAN
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
 GATES = ("silu", "swigluoai")  # of experts whose activations are in fp8
-SCALED_COLUMNS = {"int4": (128,), "mxfp4": (32,), "scaled": (None, 128)}  # that share a scale, by kind in our layout
+# that share a scale, by kind in our layout
+SCALED_COLUMNS = {
+    "int4": (128,),
+    "mxfp4": (32,),
+    "scaled": (None, 128),
+    **dict.fromkeys(("q4_k", "q5_k", "q6_k"), (256,)),
+}
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
 

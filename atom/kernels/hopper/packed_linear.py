@@ -28,36 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
+from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, SCALES, WORDS
 from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.kquants import EXPONENT, is_kquant, load_codes, unpack_codes
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
-from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.weight_encoding import encoding_of_weight
+from atom.kernels.triton.linear.weight_encoding import SPANS, encoding_of_weight
 from atom.kernels.triton.padded_alloc import new_rows, readable_rows
 
-BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
 WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gate projections, then their up projections
-BYTES = gl.constexpr(  # a thread has 16 neighbours of two rows, 8 apart
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
-        [], [64, 64],
-    )
-)  # fmt: skip
-SCALES = gl.constexpr(  # a thread has four neighbours of the two rows
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
-        [], [64, 4],
-    )
-)  # fmt: skip
-WORDS = gl.constexpr(  # as BYTES, which a thread's four words of each row are, of four blocks of 32 columns
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
-        [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]], [[16, 0, 0, 0], [32, 0, 0, 0]],
-        [], [64, 4, 4, 4],
-    )
-)  # fmt: skip
 UP_EXPONENT = gl.constexpr(32)
 OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
 
@@ -105,11 +86,14 @@ def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
         )
         numbers = numbers.reshape([ROWS, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 64])
     else:
-        ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
-        pairs = _find_offset(operand) if VALUES == "u4" else operand
-        even, odd = gl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-        )
+        if is_kquant(VALUES):
+            even, odd = unpack_codes(tile, operand, VALUES)
+        else:
+            ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
+            pairs = _find_offset(operand) if VALUES == "u4" else operand
+            even, odd = gl.inline_asm_elementwise(
+                ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+            )
         numbers = gl.join(even, odd).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 5, 3, 1, 4)).reshape([ROWS, 128])
     return gl.convert_layout(numbers, LEFT)
 
@@ -161,7 +145,8 @@ def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 @jit
-def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):
+def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr,
+                   high=None):  # fmt: skip
     """What COUNT boxes are unpacked with: zero points [O] as they are stored, or of `_load_factor`. block: of the first
 
     Neither scales nor zero points are converted here: that would wait for the load.
@@ -175,6 +160,8 @@ def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.co
             else:
                 zero = gl.load(zeros + gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1))
             loaded += (zero,)  # type: ignore[assignment]
+        elif is_kquant(VALUES):
+            loaded += (load_codes(scales, zeros, high, blocks, block + number, NUM, VALUES),)  # type: ignore[assignment]
         else:
             loaded += (_load_factor(scales, blocks, (block + number) * 4, NUM),)  # type: ignore[assignment]
     return loaded
@@ -256,7 +243,7 @@ def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr,
 
 
 @jit
-def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
+def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr,
             BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
     """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in this many steps from `begin` on, of which some were sent
@@ -266,7 +253,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, m
     """
     x_boxes, _, ready = memory
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
+    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1" and not is_kquant(VALUES)
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
@@ -275,7 +262,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, m
     if SCALES_SUMS:
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
     if VALUES != "e4m3":
-        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high)
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
@@ -283,7 +270,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, m
         if SCALES_SUMS:
             next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
         if VALUES != "e4m3":
-            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high)
         for group in gl.static_range(COUNT):
             sums = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC) if SCALES_SUMS else acc
             for number in gl.static_range(EVERY):
@@ -333,7 +320,7 @@ def _add_splits(acc, row, partial, arrived, SPLITS: gl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _multiply(
-    x, weight, scales, zeros, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
+    x, weight, scales, zeros, high, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
     VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
     BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
     BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
@@ -384,7 +371,7 @@ def _multiply(
         if stage < steps:
             _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
                    KIND)  # fmt: skip
-    acc = _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES,
+    acc = _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES,
                   SCALE_COLUMNS, NUM, KIND, BLOCK_R, BOXES, STAGES, COLUMNS, ACC)  # fmt: skip
     is_last = True
     if SPLITS > 1:
@@ -403,6 +390,8 @@ def _finish(acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT: gl.co
     ROWS: gl.constexpr = acc.shape[1]
     if VALUES == "e2m1":
         acc *= 1 << UP_EXPONENT
+    if is_kquant(VALUES):
+        acc *= 2.0**EXPONENT
     if SCALE_COLUMNS is None:
         acc *= gl.load(scales + blocks).to(gl.float32)[:, None]
     if bias is not None:
@@ -486,7 +475,15 @@ def _launch(
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         weights = gated_weights(values, experts or 1, out)
-    columns = BOX.value * 8 // encoding.bits
+    columns, scale_columns = BOX.value * 8 // encoding.bits, encoding.columns
+    scales, zeros, high = weight.parts["scales"], weight.parts.get("zeros"), weight.parts.get("high")
+    if encoding.factor == SPANS:
+        scale_columns = columns  # of a word of codes
+        scales, zeros = scales.view(out, -1).view(torch.int64), weight.parts[SPANS].squeeze(-1)
+        if encoding.values == "u6k":
+            high = weight.parts["high"].view(torch.int64)
+        else:
+            zeros = zeros.view(out, -1).view(torch.int32)
     # with a gate for the next GEMM, which reads whole tiles
     y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
@@ -500,8 +497,7 @@ def _launch(
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
     x_tiles = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
-        x_tiles, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
-        counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, encoding.columns, experts,
-        is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
+        x_tiles, weights, scales, zeros, high, bias, ends, y, partial,
+        counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, scale_columns, experts, is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -13,6 +13,7 @@ whose sign is in the other half. Of the fourth only the mantissa has to be moved
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.graph.formats import parse_format
+from atom.graph.gguf_blocks import TYPES
+from atom.kernels.triton.linear.split_blocks import split_blocks
 
 LAYOUT = "wgmma"
 GROUP = 64  # bytes of a row
@@ -32,6 +35,8 @@ AT_ONCE = 1 << 26  # bytes, of which some copies are made
 def shuffle(weight: PackedWeight) -> PackedWeight:
     """A weight [..., O, I] whose values are u8[..., O, bytes], filled up with zeros to whole groups."""
     fmt = parse_format(str(weight.type.fmt))
+    if fmt.kind in TYPES:
+        return _shuffle_kquants(weight, fmt.bits)
     reorder = _shuffle_bytes if fmt.bits == 8 else _shuffle_e2m1 if fmt.kind == "mxfp4" else _shuffle_nibbles
     stored = weight.parts["values"].view(torch.uint8).reshape(*weight.shape[:-1], -1)
     stored = F.pad(stored, (0, -stored.shape[-1] % GROUP)) if stored.shape[-1] % GROUP else stored
@@ -66,3 +71,35 @@ def _shuffle_e2m1(values: Tensor) -> Tensor:
             for half in (0, 16):
                 shuffled |= (words >> (half + 4 * number + bit) & 1) << (half ^ place)
     return shuffled.view(torch.uint8)
+
+
+def _shuffle_kquants(weight: PackedWeight, bits: int) -> PackedWeight:
+    """Blocks of K-quants as parts, with what numbers have beyond 4 bits in a part of its own."""
+    split = split_blocks(weight)
+    parts, made = dict(split.parts), list[tuple[Tensor, ...]]()
+    stored = parts["values"].view(torch.uint8)
+    for some in torch.split(stored, max(AT_ONCE // 4 // stored.shape[-1], 1)):
+        made.append(
+            (_shuffle_nibbles(some),) if bits == 4 else _split_planes(some + TYPES[weight.kind].middle, bits - 4)
+        )
+    parts.update(zip(("values", "high"), map(torch.cat, zip(*made, strict=True))))
+    return replace(split, parts=parts, layout=LAYOUT)
+
+
+def _split_planes(numbers: Tensor, more: int) -> tuple[Tensor, Tensor]:
+    """Numbers u8[O, I] of 4 bits and some more -> 4 of each u8[O, I / 2], and the others i32[O, I / 32 * more].
+
+    Of columns with h = 0, as `_shuffle_nibbles` has them, the lower four, of the others the upper four. A thread has
+    the rest of 32 columns of each group in as many words. To have those of a word's numbers with t = 0 next to the 4 bits,
+    it is rotated by 4 * more for each word of the same before, and for t = 1 by 2 * more besides.
+    """
+    q_t_h_c_j = numbers.view(len(numbers), -1, 4, 2, 2, 4, 2)
+    low, high = q_t_h_c_j.unbind(4)
+    nibbles = (low & 15 | high >> more << 4).permute(0, 1, 4, 2, 5, 3).reshape(len(numbers), -1)
+    rest = torch.stack((low >> 4, high & (1 << more) - 1), 4).to(torch.int32)  # q, t, h, c, j
+    words = rest.new_zeros(*rest.shape[:2], 4, more)
+    for q, t, h, j in itertools.product(range(4), range(2), range(2), range(2)):
+        word, place = divmod(q, 4 // more)
+        bit = 16 * j + 4 - more * h + 2 * more * (2 * place + t)
+        words[..., word] |= rest[:, :, q, t, h, :, j] << bit % 32
+    return nibbles, words.view(len(numbers), -1)

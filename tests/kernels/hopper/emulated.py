@@ -32,8 +32,8 @@ class Value(torch.Tensor):
 
     type = property(lambda self: SimpleNamespace(layout=None))  # type: ignore[assignment]
 
-    def to(self, dtype: torch.dtype) -> Any:  # type: ignore[override]
-        return super().to(dtype)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
 
     def split(self, *_: Any) -> Any:  # type: ignore[override]
         return self[..., 0], self[..., 1]
@@ -171,12 +171,12 @@ def _language() -> Any:
     made = SimpleNamespace(
         constexpr=lambda x: Constant(x) if isinstance(x, int) else x, static_range=range, load=_load, store=_store,
         atomic_add=_atomic_add,
-        float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8,
+        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int16=torch.int16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8,
         arange=lambda start, stop, layout=None: value(torch.arange(start, stop)),
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        where=torch.where, sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
+        where=torch.where, join=lambda a, b: torch.stack((a, b), -1), sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
         expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
@@ -184,7 +184,7 @@ def _language() -> Any:
         "NVMMADistributedLayout NVMMASharedLayout SliceLayout DotOperandLayout DistributedLinearLayout BlockedLayout"
     )
     for name in layouts.split():
-        setattr(made, name, lambda *_: SimpleNamespace(value=None))
+        setattr(made, name, lambda *args: SimpleNamespace(value=None, version=args[0]))
     return made
 
 

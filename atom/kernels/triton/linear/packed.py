@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.graph.formats import parse_format
+from atom.graph.gguf_blocks import TYPES
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, SPANS, operand_of
+from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, KQUANTS, SPANS, operand_of
 
 SPAN = tl.constexpr(FACTOR_SPAN)
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
@@ -240,7 +242,13 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     values, scales, zeros, factor, encoding = operand_of(weight)
     y = torch.empty(out, inner, dtype=dtype, device=weight.device)
     grid = -(-inner // 1024), -(-out // 8)
-    if encoding.is_shuffled:
+    if encoding.values in KQUANTS:
+        known = parse_format(str(weight.type.fmt))
+        _unpack_kquants_kernel[grid](
+            values, weight.parts.get("high"), scales, zeros, factor, y, out, inner, known.bits - 4,
+            TYPES[known.kind].middle, encoding.columns, num_warps=4, **gpu.options,
+        )  # fmt: skip
+    elif encoding.is_shuffled:
         _unpack_shuffled_kernel[grid](
             values, scales, zeros, y, out, inner, values.numel() // out, encoding.per_byte, encoding.values,
             encoding.rows, encoding.columns, num_warps=4, **gpu.options,
@@ -292,6 +300,40 @@ def _unpack_shuffled_kernel(
     y = numbers.reshape([ROWS, COLUMNS]).to(y_ptr.dtype.element_ty)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
+
+
+@jit
+def _unpack_kquants_kernel(
+    values_ptr, high_ptr, scales_ptr, zeros_ptr, factor_ptr, y_ptr, out, INNER: tl.constexpr, MORE: tl.constexpr,
+    MIDDLE: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """8 rows by 1,024 columns of K-quants in the layout wgmma. MORE: bits of a number besides 4"""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ROWS: tl.constexpr = 8
+    BYTES: tl.constexpr = 512
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
+    mask = (row < out) & (byte < INNER // 2)
+    tile = tl.load(values_ptr + row * (INNER // 2) + byte, mask=mask, other=0).to(tl.int32)
+    low, high = tile & 15, tile >> 4
+    if MORE > 0:
+        TOGETHER: tl.constexpr = 16 // MORE  # bytes whose numbers have a word in common
+        words = tl.load(high_ptr + row * (INNER // 2 // TOGETHER) + byte // TOGETHER, mask=mask, other=0)
+        at = byte % TOGETHER
+        place = 16 * (at // 2 % 2) + 4 + 2 * MORE * (at // 4 * 2 + at % 2)
+        low |= (words >> place % 32 & (1 << MORE) - 1) << 4
+        high = high << MORE | words >> (place - MORE) % 32 & (1 << MORE) - 1
+    numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
+    numbers = (numbers.reshape([ROWS, 2 * BYTES]) - MIDDLE).to(tl.float32)
+    column = (tl.program_id(0) * 2 * BYTES + tl.arange(0, 2 * BYTES))[None, :]
+    mask = (row < out) & (column < INNER)
+    block, span = row * (INNER // SCALE_COLUMNS) + column // SCALE_COLUMNS, row * (INNER // SPAN) + column // SPAN
+    HAS_MINIMA: tl.constexpr = zeros_ptr is not None
+    scale, minimum = multiply_spans(*load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA), HAS_MINIMA)
+    y = numbers * scale + minimum if HAS_MINIMA else numbers * scale
+    tl.store(y_ptr + row * INNER + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from atom.graph import BODY, HEAD, Graph, Shuffle
+from atom.graph.gguf_blocks import SPLIT
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.types import BITS
@@ -93,7 +94,8 @@ def matmuls_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[M
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
-                    is_shuffled = isinstance(node.args[node.target.weight], Shuffle)
+                    weight = node.args[node.target.weight]
+                    is_shuffled = isinstance(weight, Shuffle) and weight.layout != SPLIT
                     encoding = encoding_of(type.fmt, out, node.kwargs.get("act"), is_shuffled)
                     shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, encoding
                     counts[shape] = counts.get(shape, 0) + 1

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from atom.graph.formats import parse_format
-from atom.graph.gguf_blocks import TYPES
+from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.packed import PackedWeight
 
 Weight = Tensor | PackedWeight
 SPANS = "spans"
+KQUANTS = ("u4k", "u5k", "u6k")
 FACTOR_SPAN = 256  # columns whose scales and minima, of 8 bits, have a factor each in common: a block of K-quants
 
 
 class WeightEncoding(NamedTuple):
     """How a weight encodes numbers: constants that a kernel is compiled for."""
 
-    values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
+    values: str | None = None  # e4m3, i8, u8, u4, e2m1; u4k, u5k, u6k: of K-quants in the layout wgmma; None: plain
     rows: int = 1  # that share a scale
     columns: int | None = None  # that share a scale; None: all
     offset: str = ""  # of each block: z, a zero point, or m, a minimum
@@ -43,8 +44,8 @@ class WeightEncoding(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a number; 16 of a plain weight, though it may be float32."""
-        return {None: 16, "u4": 4, "e2m1": 4}.get(self.values, 8)
+        """Of a number in values; 16 of a plain weight, though it may be float32."""
+        return {None: 16, "u4": 4, "e2m1": 4, **dict.fromkeys(KQUANTS, 4)}.get(self.values, 8)
 
     @property
     def per_byte(self) -> int:
@@ -90,7 +91,7 @@ def encoding_of_weight(weight: Weight, act: str | None = None) -> WeightEncoding
     """`encoding_of` of a weight [O, I] or, of experts, [E, O, I]."""
     if isinstance(weight, Tensor):
         return PLAIN
-    return encoding_of(str(weight.type.fmt), weight.shape[-2], act, weight.layout is not None)
+    return encoding_of(str(weight.type.fmt), weight.shape[-2], act, weight.layout not in (None, SPLIT))
 
 
 @cache
@@ -102,7 +103,8 @@ def encoding_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: 
     if blocks := TYPES.get(known.kind):  # as `split_blocks` takes them apart
         is_scaled_twice = known.block[1] != blocks.group
         offset, factor = "m" if blocks.has_mins else "", SPANS if is_scaled_twice else None
-        return WeightEncoding("u4" if known.bits <= 4 else "i8", 1, blocks.group, offset, factor)
+        kind = f"u{known.bits}k" if is_shuffled else "u4" if known.bits <= 4 else "i8"
+        return WeightEncoding(kind, 1, blocks.group, offset, factor, None, is_shuffled)
     rows, columns = known.block
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)

@@ -55,7 +55,7 @@ def find_features() -> frozenset[str]:
 
 
 def accepts_linear(target: Target, x: Type, weight: Type, *types: Type | None, **attributes: Any) -> str | None:
-    """bf16 by weights that have the layout wgmma: int4 by 128 columns, mxfp4, fp8 by row or by 128 columns"""
+    """bf16 by weights that have the layout wgmma: int4 by 128 columns, mxfp4, fp8 by row or by 128, q4_k to q6_k"""
     return _refuse_layout(weight) or _refuse_dtype(x) or triton.accepts_linear(target, x, weight, *types, **attributes)
 
 

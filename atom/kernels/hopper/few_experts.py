@@ -24,9 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from atom.kernels.hopper.boxes import BYTES
 from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.packed_linear import (
-    BYTES,
     UP_EXPONENT,
     _load_operands,
     _load_scales,

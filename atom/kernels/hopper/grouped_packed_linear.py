@@ -15,12 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from atom.graph import PackedWeight
+from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES
 from atom.kernels.hopper.gluon import async_load, jit, reinterpret
 from atom.kernels.hopper.grouped_linear import ENTRY, Plan, _find_place, make_plan
 from atom.kernels.hopper.packed_linear import (
-    BLOCK_O,
-    BOX,
-    BYTES,
     GATED,
     WEIGHT,
     _find_rows,

@@ -243,9 +243,10 @@ def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr,
 
 
 @jit
-def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
-            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr,
-            BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
+def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles,
+            VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr,
+            BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+            ACC: gl.constexpr):  # fmt: skip
     """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in this many steps from `begin` on, of which some were sent
     for.
 
@@ -475,15 +476,9 @@ def _launch(
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         weights = gated_weights(values, experts or 1, out)
-    columns, scale_columns = BOX.value * 8 // encoding.bits, encoding.columns
-    scales, zeros, high = weight.parts["scales"], weight.parts.get("zeros"), weight.parts.get("high")
-    if encoding.factor == SPANS:
-        scale_columns = columns  # of a word of codes
-        scales, zeros = scales.view(out, -1).view(torch.int64), weight.parts[SPANS].squeeze(-1)
-        if encoding.values == "u6k":
-            high = weight.parts["high"].view(torch.int64)
-        else:
-            zeros = zeros.view(out, -1).view(torch.int32)
+    columns = BOX.value * 8 // encoding.bits
+    is_coded = encoding.factor == SPANS
+    scale_columns = columns if is_coded else encoding.columns
     # with a gate for the next GEMM, which reads whole tiles
     y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
@@ -497,7 +492,23 @@ def _launch(
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
     x_tiles = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
-        x_tiles, weights, scales, zeros, high, bias, ends, y, partial,
-        counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, scale_columns, experts, is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
+        x_tiles, weights, *(_coded_scales(weight) if is_coded else _scales(weight)), bias, ends, y, partial,
+        counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, scale_columns, experts,
+        is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
+
+
+def _scales(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """Scales, zero points, and no other bits of numbers."""
+    return weight.parts["scales"], weight.parts.get("zeros"), None
+
+
+def _coded_scales(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """Of K-quants: codes of 128 columns as a word, factors, and numbers' other bits, as kquants.py loads them."""
+    codes, factors, high = weight.parts["scales"], weight.parts[SPANS], weight.parts.get("high")
+    return (
+        codes.view(len(codes), -1).view(torch.int64),
+        factors.view(torch.int32 if factors.shape[-1] == 2 else factors.dtype),
+        high if high is None or weight.kind == "q5_k" else high.view(torch.int64),
+    )

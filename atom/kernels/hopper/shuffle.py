@@ -6,6 +6,8 @@ A thread of four that share a row of an MMA's left operand takes 16 consecutive 
 columns for all MMAs of 16 columns that the group is made of. So it loads them at once, and what it unpacks from them
 is where the tensor cores want it. Scales and zeros stay as they are.
 
+GGUF's K-quants are split into parts first; of numbers of 5 and 6 bits, the values have four.
+
 Numbers of e2m1 become bf16, 2^126 times too small, once their sign is bit 15 and their other bits are 8 to 6. So each
 four in 16 bits are stored such that a shift and a mask put the first two there, and a rotation of 32 bits the third,
 whose sign is in the other half. Of the fourth only the mantissa has to be moved.
@@ -74,24 +76,24 @@ def _shuffle_e2m1(values: Tensor) -> Tensor:
 
 
 def _shuffle_kquants(weight: PackedWeight, bits: int) -> PackedWeight:
-    """Blocks of K-quants as parts, with what numbers have beyond 4 bits in a part of its own."""
+    """Parts of K-quants, with what their numbers have beyond 4 bits in a part of its own, `high`."""
     split = split_blocks(weight)
-    parts, made = dict(split.parts), list[tuple[Tensor, ...]]()
-    stored = parts["values"].view(torch.uint8)
-    for some in torch.split(stored, max(AT_ONCE // 4 // stored.shape[-1], 1)):
-        made.append(
-            (_shuffle_nibbles(some),) if bits == 4 else _split_planes(some + TYPES[weight.kind].middle, bits - 4)
-        )
-    parts.update(zip(("values", "high"), map(torch.cat, zip(*made, strict=True))))
-    return replace(split, parts=parts, layout=LAYOUT)
+    stored, middle = split.parts["values"].view(torch.uint8), TYPES[weight.kind].middle
+    parts = [
+        {"values": _shuffle_nibbles(some)} if bits == 4 else _split_planes(some + middle, bits - 4)
+        for some in torch.split(stored, max((AT_ONCE >> 2) // stored.shape[-1], 1))
+    ]
+    made = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+    return replace(split, parts={**split.parts, **made}, layout=LAYOUT)
 
 
-def _split_planes(numbers: Tensor, more: int) -> tuple[Tensor, Tensor]:
-    """Numbers u8[O, I] of 4 bits and some more -> 4 of each u8[O, I / 2], and the others i32[O, I / 32 * more].
+def _split_planes(numbers: Tensor, more: int) -> dict[str, Tensor]:
+    """Numbers u8[O, I] of 4 bits and some more -> values u8[O, I / 2], high i32[O, I / 32 * more]
 
-    Of columns with h = 0, as `_shuffle_nibbles` has them, the lower four, of the others the upper four. A thread has
-    the rest of 32 columns of each group in as many words. To have those of a word's numbers with t = 0 next to the 4 bits,
-    it is rotated by 4 * more for each word of the same before, and for t = 1 by 2 * more besides.
+    A number's column is 32 q + 16 t + 8 h + 2 c + j of a group, see `_shuffle_nibbles`. The values have its lower 4
+    bits if h is 0, else its upper 4. A thread has the others of its columns c in as many words as there are of them:
+    rotated by 2 more * (2 q + t), a word has those of q and t next to the 4 bits, once these are in the lower byte of a
+    half.
     """
     q_t_h_c_j = numbers.view(len(numbers), -1, 4, 2, 2, 4, 2)
     low, high = q_t_h_c_j.unbind(4)
@@ -102,4 +104,4 @@ def _split_planes(numbers: Tensor, more: int) -> tuple[Tensor, Tensor]:
         word, place = divmod(q, 4 // more)
         bit = 16 * j + 4 - more * h + 2 * more * (2 * place + t)
         words[..., word] |= rest[:, :, q, t, h, :, j] << bit % 32
-    return nibbles, words.view(len(numbers), -1)
+    return {"values": nibbles, "high": words.view(len(numbers), -1)}

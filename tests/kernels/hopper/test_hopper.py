@@ -182,7 +182,14 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("fmt", "layout"),
-        [(None, None), ("int8[1, *]", None), ("ct_nvfp4", None), ("q4_k", "parts"), ("int4[1, 128]", LAYOUT)],
+        [
+            (None, None),
+            ("int8[1, *]", None),
+            ("ct_nvfp4", None),
+            ("q3_k", "parts"),
+            ("q4_k", LAYOUT),
+            ("int4[1, 128]", LAYOUT),
+        ],
     )
     def test_silu_gates_are_taken_by_any_weight(self, fmt: str | None, layout: str | None):
         """Many rows go to a Gluon kernel, by the weight unpacked."""

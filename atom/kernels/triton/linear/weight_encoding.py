@@ -45,7 +45,7 @@ class WeightEncoding(NamedTuple):
     @property
     def bits(self) -> int:
         """Of a number in values; 16 of a plain weight, though it may be float32."""
-        return {None: 16, "u4": 4, "e2m1": 4, **dict.fromkeys(KQUANTS, 4)}.get(self.values, 8)
+        return 16 if self.values is None else 4 if self.values in ("u4", "e2m1", *KQUANTS) else 8
 
     @property
     def per_byte(self) -> int:

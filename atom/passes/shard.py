@@ -118,7 +118,28 @@ class _Writer:
         for node in self._program.nodes:
             handlers.get(node.target, _Writer.copy)(self, node)
         self._made.output(*map(self.whole, self._program.results))
+        self._name_values()
         return self._made
+
+    def _name_values(self) -> None:
+        """Have a value of all ranks together bear its name in the text of one rank, and partial sums another."""
+        names = {
+            made: f"{node.name}_partial" if self._states[node] == PARTIAL else node.name
+            for node, made in self._values.items()
+        }
+        summed = {call.args[0]: call for call in self._made.fx.nodes if call.target is ops.all_reduce}
+        names |= {
+            made: f"{names[call]}_partial" for made, call in summed.items() if made not in names and call in names
+        }
+        others = [node for node in self._made.fx.nodes if node not in names]
+        for node, name in names.items():
+            node.name = name
+        taken = set(names.values())
+        for node in others:
+            base, number = node.name, 1
+            while node.name in taken:
+                node.name, number = f"{base}_{number}", number + 1
+            taken.add(node.name)
 
     def copy(self, node: Node) -> None:
         """The call on each rank, of whole values."""

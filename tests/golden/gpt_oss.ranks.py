@@ -10,17 +10,17 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_2 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 1, 16], window=9), batch)    # bf16[T, 1, 16]
     a = cpp.paged_attention(q_2, KV("model.layers.0", bf16[2, 1, 16], window=9), batch, share(W("model.layers.0.self_attn.sinks", bf16[4]), "tensor", 4), scale=0.25, window=9)    # bf16[T, 1, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 16]
-    o = torch.linear(a_1, shuffle(share(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "tensor", 4, dim=1), "onednn"), once(W("model.layers.0.self_attn.o_proj.bias", bf16[48]), "tensor"))    # bf16[T, 48]; cpp: 48 rows are no block
-    o_1 = gloo.all_reduce(o, axis="tensor")    # bf16[T, 48]
-    h_1, x_1 = torch.add_rms_norm(x, o_1, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
+    o_partial = torch.linear(a_1, shuffle(share(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "tensor", 4, dim=1), "onednn"), once(W("model.layers.0.self_attn.o_proj.bias", bf16[48]), "tensor"))    # bf16[T, 48]; cpp: 48 rows are no block
+    o = gloo.all_reduce(o_partial, axis="tensor")    # bf16[T, 48]
+    h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
     weights, ids = reference.router(h_1, W("model.layers.0.mlp.router.weight", bf16[6, 48]), W("model.layers.0.mlp.router.bias", bf16[6]), None, top_k=4, renormalize=True)    # fp32[T, 4], i64[T, 4]
     grouped, order, ends = reference.group(h_1, ids, offset("experts", 2, 3), experts=3)    # bf16[4*T, 48], i64[4*T], i64[3]
     gate_up = cpp.grouped_linear(grouped, shuffle(share(cat([share(slice(transpose(W("model.layers.0.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 0, 160, dim=1, step=2), "width", 2, dim=1), share(slice(transpose(W("model.layers.0.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 1, 160, dim=1, step=2), "width", 2, dim=1)], dim=1), "experts", 2), "blocks"), ends, share(cat([share(slice(W("model.layers.0.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 0, 160, dim=1, step=2), "width", 2, dim=1), share(slice(W("model.layers.0.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 1, 160, dim=1, step=2), "width", 2, dim=1)], dim=1), "experts", 2))    # bf16[4*T, 80]
     m = reference.gated_activate(gate_up, kind="swigluoai", limit=7.0, alpha=1.702)    # bf16[4*T, 40]
     down = torch.grouped_linear(m, shuffle(share(share(transpose(W("model.layers.0.mlp.experts.down_proj", bf16[6, 80, 48])), "width", 2, dim=2), "experts", 2), "onednn"), ends, share(once(W("model.layers.0.mlp.experts.down_proj_bias", bf16[6, 48]), "width"), "experts", 2))    # bf16[4*T, 48]; cpp: 48 rows are no block
-    y = torch.combine(down, weights, order)    # bf16[T, 48]
-    y_1 = gloo.all_reduce(y, axis="tensor")    # bf16[T, 48]
-    h_2, x_2 = torch.add_rms_norm(x_1, y_1, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
+    y_partial = torch.combine(down, weights, order)    # bf16[T, 48]
+    y = gloo.all_reduce(y_partial, axis="tensor")    # bf16[T, 48]
+    h_2, x_2 = torch.add_rms_norm(x_1, y, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
     qkv_1 = torch.linear(h_2, shuffle(cat([share(W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), "tensor", 4), share(W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), "tensor", 4, copies=2), share(W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48]), "tensor", 4, copies=2)]), "onednn"), cat([share(W("model.layers.1.self_attn.q_proj.bias", bf16[64]), "tensor", 4), share(W("model.layers.1.self_attn.k_proj.bias", bf16[32]), "tensor", 4, copies=2), share(W("model.layers.1.self_attn.v_proj.bias", bf16[32]), "tensor", 4, copies=2)]))    # bf16[T, 48]; cpp: 48 rows are no block
     q_3, k_3, v_2 = reference.split(qkv_1, sizes=[16, 16, 16])    # bf16[T, 16], bf16[T, 16], bf16[T, 16]
     q_4 = reference.split_heads(q_3, heads=1)    # bf16[T, 1, 16]
@@ -32,17 +32,17 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 1, 16]):
     a_3 = reference.merge_heads(a_2)    # bf16[R, 16]
-    o_2 = torch.linear(a_3, shuffle(share(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "tensor", 4, dim=1), "onednn"), once(W("model.layers.1.self_attn.o_proj.bias", bf16[48]), "tensor"))    # bf16[R, 48]; cpp: 48 rows are no block
-    o_3 = gloo.all_reduce(o_2, axis="tensor")    # bf16[R, 48]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_3, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    o_1_partial = torch.linear(a_3, shuffle(share(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "tensor", 4, dim=1), "onednn"), once(W("model.layers.1.self_attn.o_proj.bias", bf16[48]), "tensor"))    # bf16[R, 48]; cpp: 48 rows are no block
+    o_1 = gloo.all_reduce(o_1_partial, axis="tensor")    # bf16[R, 48]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
     weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.router.weight", bf16[6, 48]), W("model.layers.1.mlp.router.bias", bf16[6]), None, top_k=4, renormalize=True)    # fp32[R, 4], i64[R, 4]
     grouped, order, ends = reference.group(h_3, ids_1, offset("experts", 2, 3), experts=3)    # bf16[4*R, 48], i64[4*R], i64[3]
     gate_up = cpp.grouped_linear(grouped, shuffle(share(cat([share(slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 0, 160, dim=1, step=2), "width", 2, dim=1), share(slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 1, 160, dim=1, step=2), "width", 2, dim=1)], dim=1), "experts", 2), "blocks"), ends, share(cat([share(slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 0, 160, dim=1, step=2), "width", 2, dim=1), share(slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 1, 160, dim=1, step=2), "width", 2, dim=1)], dim=1), "experts", 2))    # bf16[4*R, 80]
     m = reference.gated_activate(gate_up, kind="swigluoai", limit=7.0, alpha=1.702)    # bf16[4*R, 40]
     down = torch.grouped_linear(m, shuffle(share(share(transpose(W("model.layers.1.mlp.experts.down_proj", bf16[6, 80, 48])), "width", 2, dim=2), "experts", 2), "onednn"), ends, share(once(W("model.layers.1.mlp.experts.down_proj_bias", bf16[6, 48]), "width"), "experts", 2))    # bf16[4*R, 48]; cpp: 48 rows are no block
-    y_2 = torch.combine(down, weights_1, order)    # bf16[R, 48]
-    y_3 = gloo.all_reduce(y_2, axis="tensor")    # bf16[R, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, y_3, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden, shuffle(share(W("lm_head.weight", bf16[101, 48]), "tensor", 4), "onednn"))    # bf16[R, 26]; cpp: 26 rows are no block
-    logits_1 = gloo.all_gather(logits, axis="tensor", size=101)    # bf16[R, 101]
-    return logits_1
+    y_1_partial = torch.combine(down, weights_1, order)    # bf16[R, 48]
+    y_1 = gloo.all_reduce(y_1_partial, axis="tensor")    # bf16[R, 48]
+    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits_1 = torch.linear(hidden, shuffle(share(W("lm_head.weight", bf16[101, 48]), "tensor", 4), "onednn"))    # bf16[R, 26]; cpp: 26 rows are no block
+    logits = gloo.all_gather(logits_1, axis="tensor", size=101)    # bf16[R, 101]
+    return logits

@@ -112,7 +112,7 @@ def test_tokens_are_sent_to_the_ranks_that_have_experts_for_them():
     first = 'offset("experts", 4, 2)'
     meeting = 'axis="data", ranks=2, experts=2)'
     assert lines["rows, row_weights, row_ids"].startswith(f"dispatch(h, weights, ids, {first}, {meeting}")
-    assert lines["y_1"].startswith(f"collect(y, row_ids, {first}, {meeting}")
+    assert lines["y_partial"].startswith(f"collect(y_1, row_ids, {first}, {meeting}")
     whole = show(sharded(parse(MIXTURE), Mesh(tensor=2, data=2), dispatches=True))
     assert "gather_tokens" in whole and "dispatch" not in whole, "each rank has all experts, and a part of each"
 

@@ -97,7 +97,7 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
         config: Config = build(Config, resolve(composed, hf, sampling, source.file))
     if config.hf:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
-    if config.overrides:
+    if config.overrides or config.config_dirs:
         raise ConfigError("overrides is what the configuration is loaded from and cannot be set; set the fields")
     if config.generation:
         raise ConfigError(
@@ -107,7 +107,10 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     described = None if config.load_dummy else source.described
     model = settle_head(replace(config.model, embedded=embedded, usual=None), described, source.overrides)
-    return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
+    config = replace(
+        config, hf=hf, generation=sampling, overrides=source.overrides, config_dirs=list(config_dirs), model=model
+    )
+    return derive(config, source.names)
 
 
 @contextmanager

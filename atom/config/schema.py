@@ -18,7 +18,7 @@ from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptan
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
-SET_BY_LOAD = ("job.kind", "hf", "generation", "overrides", "draft")  # keys that users cannot set
+SET_BY_LOAD = ("job.kind", "hf", "generation", "overrides", "config_dirs", "draft")  # keys that users cannot set
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
@@ -411,7 +411,7 @@ class AdvancedConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of("generate explain compile cache bench profile recipe", one_of(*OUTPUTS))  # html: a page
+    output: str = of("generate explain compile cache bench profile recipe compare", one_of(*OUTPUTS))  # html: a page
     output_file: str | None = of("generate", None)  # append an object for each answer to this file; null: stdout
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
@@ -420,9 +420,13 @@ class JobConfig:
     save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
-    graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'
+    graph: str | None = of("serve generate chat explain compile bench profile compare", None)  # run this text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
+    a: str = of("compare", "")  # overrides of the first side, added to the others
+    b: str = of("compare", "")  # of the second side; transformers: that library computes it, in float32
+    bound: float | None = of("compare", number(None, 0, above=True))  # error allowed of a value; null: by its dtype
+    bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # find what makes them differ
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
     resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
@@ -484,12 +488,13 @@ class Config:
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
     tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache
     load_dummy: bool = False  # random weights: only config.json is read
-    prompts: Any = of("generate", None)  # a prompt, a list of prompts, @FILE, or null for stdin
+    prompts: Any = of("generate", None, also="compare")  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
     generation: dict[str, Any] = field(default_factory=dict)  # its generation_config.json as fields of sampling, too
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
+    config_dirs: list[str] = field(default_factory=list)  # of the user's files, set by load
     draft: ModelConfig | None = None  # of serve.draft_model, set by load
 
     @property

@@ -18,7 +18,7 @@ from atom.process.gc_utils import no_collection
 from atom.process.messages import say
 from atom.runtime.ranks.remote import serve_rank
 
-IN_PROCESS = ("generate", "chat", "bench", "profile")  # jobs that run an engine in this process
+IN_PROCESS = ("generate", "chat", "bench", "profile", "compare")  # jobs that run an engine in this process
 
 
 def run(

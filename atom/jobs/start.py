@@ -21,9 +21,9 @@ from atom.errors import ConfigError
 from atom.jobs import module_of
 from atom.jobs.kind import implied_job, keys_of, own_fields
 
-WITH_PAGE = ("explain", "bench", "profile")  # for job.output=html
+WITH_PAGE = ("explain", "bench", "profile", "compare")  # for job.output=html
 # modules with `run(config)`
-JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe")
+JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare")
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:

@@ -211,6 +211,40 @@ def curves(values: Mapping[str, Sequence[float]], unit: str) -> str:
     return svg(width, height, lines)
 
 
+def log_curves(places: Sequence[str], values: Mapping[str, Sequence[float]], axis: str) -> str:
+    """A curve for each name over places, on a logarithmic scale; zeros and less lie on its floor.
+
+    places: their labels, at each of which every curve has a value
+    axis: what the places are
+    """
+    width, height, left, right, base = 900, 300, 56, 16, 44
+    positive = [each for every in values.values() for each in every if 0 < each < math.inf] or [1.0]
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    low, high = (low - 1, high) if low == high else (low, high)
+    across, down = (width - left - right) / max(len(places) - 1, 1), (height - base - 12) / (high - low)
+
+    def point(at: int, value: float) -> tuple[float, float]:
+        power = low if value <= 0 else high if value == math.inf else math.log10(value)
+        return left + at * across, height - base - (power - low) * down
+
+    lines = []
+    for power in range(low, high + 1, -(-(high - low) // 8)):
+        y = point(0, 10.0**power)[1]
+        lines.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+    for at in range(0, len(places), -(-len(places) // 16)):
+        where = f'x="{point(at, 1)[0]:.1f}" y="{height - base + 18}" text-anchor="middle"'
+        lines.append(f'<text class="quiet" {where}>{html.escape(places[at])}</text>')
+    lines.append(f'<text class="quiet" x="{left}" y="{height - 6}">{html.escape(axis)}</text>')
+    for which, each in enumerate(values.values()):
+        points = [point(at, value) for at, value in enumerate(each)]
+        color = f"var(--c{which % NUM_COLORS})"
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
+    return svg(width, height, lines)
+
+
 def ticks(top: float) -> list[float]:
     """Round numbers from 0 to some end, about five."""
     power = 10 ** math.floor(math.log10(top / 4))

@@ -11,7 +11,8 @@ model.follow(computed, slots)                               # if programs of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
 from atom.kernels.step import BlockCopier, Inputs
 from atom.runtime.step.input import BatchShape, PackedRows
-from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, rows_of, score
+from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, Watched, rows_of, score
 from atom.runtime.step.request_state import RequestState, send, zeros
 from atom.runtime.types import StepLimits
 
@@ -159,6 +160,19 @@ class Model:
         self.executables = {
             name: Executable(program, self._bindings, is_thinned=True) for name, program in programs.items()
         }
+        try:
+            yield
+        finally:
+            self.executables = whole
+
+    @contextmanager
+    def watched(self, watch: Callable[[str, str, Any], None]) -> Iterator[None]:
+        """Within this context, show each value of each program to `watch`; see `Executable.trace`.
+
+        watch: gets the name of the program, that of the value, and the value
+        """
+        whole = self.executables
+        self.executables = {name: Watched(each, functools.partial(watch, name)) for name, each in whole.items()}
         try:
             yield
         finally:

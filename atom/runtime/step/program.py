@@ -82,6 +82,7 @@ class Executable:
                 args = tuple(map(linker.index_of, node.args))
                 linker.add(call, args, results_of(node), is_single=not isinstance(node.meta["type"], tuple))
         self.inputs, self._start = linker.inputs, linker.start
+        self._names = {at: node.name for node, at in linker.indices.items()}
         self._results = tuple(linker.indices[node] for node in program.results)
         self._steps = _with_deaths(linker.steps, {*self.inputs.values(), *self._results})
 
@@ -100,6 +101,35 @@ class Executable:
             for at in dead:
                 values[at] = None
         return tuple(values[at] for at in self._results)
+
+    def trace(self, inputs: Mapping[str, Any], watch: Callable[[str, Any], None]) -> tuple[Any, ...]:
+        """Run the program as a call does, and show each input and result to `watch`, with its name in the text.
+
+        It may write to what it is shown. Values inside compiled pieces are not shown.
+        """
+        values = self._start.copy()
+        for name, at in self.inputs.items():
+            values[at] = inputs[name]
+            watch(name, inputs[name])
+        for call, args, results, is_single, dead in self._steps:
+            result = call(*[values[arg] for arg in args])
+            for at, part in zip(results, (result,) if is_single else result, strict=True):
+                values[at] = part
+                watch(self._names[at], part)
+            for at in dead:
+                values[at] = None
+        return tuple(values[at] for at in self._results)
+
+
+class Watched(Executable):
+    """An executable whose values are shown as it runs."""
+
+    def __init__(self, executable: Executable, watch: Callable[[str, Any], None]) -> None:
+        vars(self).update(vars(executable))
+        self._watch = watch
+
+    def __call__(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return self.trace(inputs, self._watch)
 
 
 class _Linker:

@@ -1,0 +1,1 @@
+"""`job=compare`: find where two ways of running a model part."""

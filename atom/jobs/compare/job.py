@@ -1,0 +1,86 @@
+"""`job=compare`: find where two ways of running a model part.
+
+atom-run job=compare checkpoint=Qwen/Qwen3-0.6B job.a='level=0' job.b='level=2 quant=fp8'
+atom-run job=compare checkpoint=/models/new job.b=transformers
+atom-run job=compare checkpoint=/models/x job.b='job.graph=mine.py' job.bisect=passes
+atom-run job=compare checkpoint=/models/x job.b='checkpoint=/models/y' job.output=html > page.html
+
+Both sides compute the same prompts and the same answers after them. Each value that both texts name is compared; then
+the reference's is put in its place, so that an error is of the calls since the values before it. The reference is the
+first side, or `transformers`. The exit code is 1 if a value is off by more than `job.bound`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from atom.checkpoint import RichProgress
+from atom.config import Config
+from atom.config.checkpoint import open_for
+from atom.errors import ConfigError
+from atom.jobs.compare.bisect import bisect
+from atom.jobs.compare.outcome import Comparison, describe
+from atom.jobs.compare.page import make_page
+from atom.jobs.compare.prompts import choose_prompts
+from atom.jobs.compare.reference import run_reference
+from atom.jobs.compare.sides import TRANSFORMERS, Side, load_side
+from atom.jobs.compare.text import print_result
+from atom.jobs.compare.trace import Recorder, Trace
+
+NUM_TOKENS = 8  # of each answer
+
+
+def run(config: Config) -> int:
+    """Print what parts, or with job.output=json an object, with html a page; the exit code."""
+    result = compare(config)
+    match config.job.output:
+        case "json":
+            print(json.dumps(result))
+        case "html":
+            print(make_page(result))
+        case _:
+            print_result(result)
+    return 0 if result["agree"] else 1
+
+
+def compare(config: Config) -> dict[str, Any]:
+    """Compare the two sides of a configuration; what `job.output=json` prints."""
+    sides = load_sides(config)
+    prompts = choose_prompts(config, sides[-1].config)
+    comparison = Comparison(sides, compute_reference(sides, prompts), prompts, config.job.bound)
+    outcome = comparison.measure(comparison.tested)
+    result = describe(comparison, outcome)
+    if config.job.bisect is not None:
+        result["bisect"] = bisect(config.job.bisect, comparison, outcome)
+    return result
+
+
+def load_sides(config: Config) -> list[Side]:
+    """The sides that atom runs: the one that is judged is last. ConfigError if they cannot be compared."""
+    job = config.job
+    if job.a == TRANSFORMERS:
+        raise ConfigError("job.a=transformers: it is the reference wherever it is named; write job.b=transformers")
+    sides = [load_side("a", config, job.a)]
+    if job.b != TRANSFORMERS:
+        sides.append(load_side("b", config, job.b))
+        if sides[0].config == sides[1].config:
+            raise ConfigError("both sides are the same: set job.b, as in job.b='level=0' or job.b=transformers")
+        if sides[0].config.model.vocab != sides[1].config.model.vocab:
+            sizes = " and ".join(str(side.config.model.vocab) for side in sides)
+            raise ConfigError(f"the sides have {sizes} tokens: only models of the same shapes are compared")
+    return sides
+
+
+def compute_reference(sides: Sequence[Side], prompts: Sequence[Sequence[int]]) -> Trace:
+    """The values of the first side and its answers; of transformers if there is one side."""
+    first = sides[0]
+    if len(sides) == 1:
+        with closing(open_for(first.config, RichProgress())) as checkpoint:
+            return run_reference(first.config, checkpoint, first.written(), prompts, NUM_TOKENS)
+    with first.open(prompts, NUM_TOKENS) as opened:
+        recorder = Recorder(opened.lengths, opened.logits)
+        recorder.trace.answers = opened.answer(recorder)
+        return recorder.trace

@@ -1,0 +1,107 @@
+"""Judge how far two runs are apart: what each value may be off by, what is beyond, and how far the outputs are.
+
+Values are held to the law of numbers (CONTRIBUTING.md): in float32, 1e-4 of the token's largest number. In other dtypes
+and formats a value may be off by what the roundings of the few calls since the last value come to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from atom.graph import Graph
+from atom.jobs.compare.lines import Line, between
+from atom.jobs.compare.trace import Error, Trace, Value, relative_errors
+
+BY_DTYPE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2}  # the error allowed of a value
+BY_BITS = {8: 0.1, 6: 0.15, 5: 0.2, 4: 0.35, 3: 0.5, 2: 0.7}  # after a matmul by weights or rows of so many bits
+
+
+class Allowance(NamedTuple):
+    """What values may be off by."""
+
+    bound: float | None  # job.bound; None: by dtypes and formats
+    dtypes: frozenset[str]  # that the sides compute in
+    formats: frozenset[str]  # that only one side rounds to, or that activations are rounded to
+
+    def of(self, formats: frozenset[str]) -> float:
+        """Of a value that calls with these formats have computed."""
+        if self.bound is not None:
+            return self.bound
+        by_dtype = [BY_DTYPE.get(dtype, BY_DTYPE["bf16"]) for dtype in self.dtypes]
+        return max(*by_dtype, *(BY_BITS[bits_of(fmt)] for fmt in formats & self.formats), 0.0)
+
+
+class Finding(NamedTuple):
+    """A value that is off by more than it may be."""
+
+    value: Value
+    error: Error
+    allowed: float
+    line: Line
+    since: list[Line]  # the calls since the values before it that were compared, its own last
+
+
+class Judged(NamedTuple):
+    allowed: dict[Value, float]  # of the values that were compared, in the order of the text
+    findings: list[Finding]  # likewise
+
+
+class Outputs(NamedTuple):
+    """How far the logits of two runs are apart, over all positions."""
+
+    num: int  # positions
+    error: float  # the largest max |a - b| / max |b|
+    mean_error: float
+    agreement: float  # share of the positions with the same best token
+    kl: float  # mean of the reference's divergence, in nats
+    max_kl: float
+
+
+def judge(errors: Mapping[Value, Error], lines: Mapping[Value, Line], graph: Graph, allowance: Allowance) -> Judged:
+    """Judge the errors of values.
+
+    errors: of the values that both sides have
+    lines, graph: of the text that is judged
+    """
+    allowed, findings = dict[Value, float](), list[Finding]()
+    for value, line in lines.items():
+        if (error := errors.get(value)) is None:
+            continue
+        since = [lines[each] for each in between(graph, value, errors)]
+        allowed[value] = allowance.of(frozenset(fmt for each in since for fmt in each.formats))
+        if not error.relative <= allowed[value]:
+            findings.append(Finding(value, error, allowed[value], line, since))
+    return Judged(allowed, findings)
+
+
+def bits_of(fmt: str) -> int:
+    """The bits of a format's numbers, by its name: fp8[1, *], int4[1, 128], q4_k, mxfp4; 8 if it has none."""
+    match = re.match(r"[a-z]+?(\d)", fmt)
+    return min(max(int(match[1]), 2), 8) if match and int(match[1]) != 7 else 8
+
+
+def compare_outputs(trace: Trace, reference: Trace) -> Outputs:
+    """Compare the logits of all steps that both have."""
+    shared = [at for at in reference.logits if at in trace.logits]
+    ours, theirs = (torch.cat([each.logits[at] for at in shared]) for each in (trace, reference))
+    errors = relative_errors(ours, theirs)
+    log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).nansum(-1).clamp(min=0)
+    agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
+    return Outputs(len(ours), *(float(each) for each in (errors.max(), errors.mean(), agreement, kl.mean(), kl.max())))
+
+
+def first_difference(answer: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The first token at which two answers differ."""
+    return next((at for at, (ours, theirs) in enumerate(zip(answer, expected, strict=True)) if ours != theirs), None)
+
+
+def gap_before(trace: Trace, prompt: int, token: int) -> float:
+    """How far the two best logits are apart before a token of an answer, against the largest."""
+    logits = trace.logits[prompt, token][-1]
+    best = logits.topk(2).values
+    return float((best[0] - best[1]) / logits.abs().max())

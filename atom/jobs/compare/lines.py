@@ -1,0 +1,107 @@
+"""The lines of a text by the values that they compute: number, layer, kernel, and which passes have changed them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from atom.graph import BODY, HEAD, KV, Graph, Recipe, show
+from atom.graph.graph import call_of, node_leaves, results_of
+from atom.graph.recipe_contents import packed_to
+from atom.graph.recipes import leaves
+from atom.jobs.compare.trace import Value
+from atom.passes import PassReport
+
+LAYER = re.compile(r"\blayers\.(\d+)\b")
+KERNEL = re.compile(r"(?<== )\w+\.(?=\w+\()")
+
+
+@dataclass
+class Line:
+    """A call in the text."""
+
+    number: int  # from 1, as job.stage=… prints it
+    text: str  # without its comment
+    layer: int | None  # None: before the first one or after the last
+    op: str
+    kernel: str  # the backend of its kernel
+    formats: frozenset[str]  # that numbers are rounded to for it: of weights packed while they load, of activations
+    act: str | None  # the format of its activations
+    passes: list[str] = field(default_factory=list)  # that made or changed it
+
+
+def read_lines(graph: Graph) -> dict[Value, Line]:
+    """The lines of the body and of the head by each value that they compute."""
+    texts = dict(number_lines(show(graph)))
+    found: dict[Value, Line] = {}
+    for program in (BODY, HEAD):
+        layer: int | None = None
+        for node in graph.programs[program].nodes:
+            names = [
+                leaf.name for each in node_leaves(node) for leaf in ([each] if isinstance(each, KV) else leaves(each))
+            ]
+            if names:
+                match = next(filter(None, map(LAYER.search, names)), None)
+                layer = int(match[1]) if match else None
+            kernel = node.meta.get("kernel", "reference")
+            for result in results_of(node):
+                number, text = texts[program, result.name]
+                found[program, result.name] = Line(
+                    number, text, layer, node.target.name, kernel, formats_of(node), node.kwargs.get("act")
+                )
+    return found
+
+
+def number_lines(text: str) -> Iterator[tuple[Value, tuple[int, str]]]:
+    """Each value of a text with the number of its line and the line."""
+    program = ""
+    for number, line in enumerate(text.splitlines(), 2):  # the first line of a saved text names its stage
+        if line.startswith("def "):
+            program = line[4:].partition("(")[0]
+        elif " = " in line:
+            call = line.partition("    #")[0].strip() if "    #" in line else line.strip()
+            for name in call.partition(" = ")[0].split(", "):
+                yield (program, name), (number, call)
+
+
+def formats_of(node: Node) -> frozenset[str]:
+    """The formats that a call's weights are packed to while they load, and that of its activations."""
+    made = {fmt for arg in node.args if isinstance(arg, Recipe) for fmt in packed_to(arg)}
+    return frozenset(made | {act} if (act := node.kwargs.get("act")) else made)
+
+
+class History:
+    """Notes which passes make or change the call of each value."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.passes: dict[Value, list[str]] = {}
+        self._calls = calls_of(graph)
+
+    def __call__(self, report: PassReport) -> None:
+        calls = calls_of(report.graph)
+        for value, call in calls.items():
+            if self._calls.get(value) != call:
+                self.passes.setdefault(value, []).append(report.name)
+        self._calls = calls
+
+
+def calls_of(graph: Graph) -> dict[Value, str]:
+    """The call of each value, without its kernel."""
+    return {value: KERNEL.sub("", text) for value, (_, text) in number_lines(show(graph))}
+
+
+def between(graph: Graph, value: Value, known: Mapping[Value, object]) -> list[Value]:
+    """The values that a value depends on back to those that are known, in the order of the text, itself last."""
+    program, name = value
+    nodes = graph.programs[program].fx.nodes
+    (start,) = (node for node in nodes if node.name == name and node.op != "placeholder")
+    found, waiting = {start}, [start]
+    while waiting:
+        for read in call_of(waiting.pop()).all_input_nodes:
+            if read not in found and read.op != "placeholder" and (program, read.name) not in known:
+                found.add(read)
+                waiting.append(read)
+    return [(program, node.name) for node in nodes if node in found]

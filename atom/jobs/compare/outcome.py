@@ -1,0 +1,160 @@
+"""Run the side that is judged against a reference, and describe what came of it.
+
+outcome = Comparison(sides, reference, prompts, bound=None).measure(side)
+outcome.judged.findings[0]               # the first line that parts
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atom.jobs.compare.judge import (
+    Allowance,
+    Finding,
+    Judged,
+    Outputs,
+    compare_outputs,
+    first_difference,
+    gap_before,
+    judge,
+)
+from atom.jobs.compare.lines import Line
+from atom.jobs.compare.sides import Side
+from atom.jobs.compare.trace import Error, Everything, Follower, Trace, Value
+
+
+class Outcome(NamedTuple):
+    """What a side computed, against a reference."""
+
+    lines: dict[Value, Line]
+    errors: dict[Value, Error]
+    judged: Judged
+    outputs: Outputs
+    answers: list[list[int]]  # its own
+    is_synchronized: bool  # each error is of the calls since the values before it
+
+    @property
+    def agrees(self) -> bool:
+        return not self.judged.findings
+
+
+class Comparison(NamedTuple):
+    """What two sides are compared by."""
+
+    sides: Sequence[Side]  # that atom runs; the last one is judged
+    reference: Trace  # of the other, or of transformers
+    prompts: Sequence[Sequence[int]]
+    bound: float | None  # the error allowed of values; None: by dtypes and formats
+
+    @property
+    def tested(self) -> Side:
+        return self.sides[-1]
+
+    def measure(self, side: Side, replaced: Container[Value] = ()) -> Outcome:
+        """Run a side: its own answers, its logits of the reference's answers, and its values against the reference's.
+
+        side: the one that is judged, which may be changed
+        replaced: values that the logits are computed with, in place of its own
+        """
+        with side.open(self.prompts, len(self.reference.answers[0])) as opened:
+            answers = opened.answer()
+            names = frozenset.intersection(*(each.names() for each in self.sides))
+            is_forced = opened.is_one_rank  # values of other ranks are not shown, nor tokens replaced
+            free, synchronized = (
+                Follower(opened.lengths, opened.logits, self.reference, names, some, is_forced=is_forced)
+                for some in (replaced, Everything() if is_forced else ())
+            )
+            opened.answer(free)
+            opened.answer(synchronized)
+            lines = opened.lines()
+            allowance = allowance_of(side, self.sides, lines, self.bound)
+            judged = judge(synchronized.errors, lines, opened.compiled.graph, allowance)
+        outputs = compare_outputs(free.trace, self.reference)
+        return Outcome(lines, synchronized.errors, judged, outputs, answers, is_forced)
+
+
+def allowance_of(side: Side, sides: Sequence[Side], lines: Mapping[Value, Line], bound: float | None) -> Allowance:
+    """What values may be off by: without another side of atom's, the reference computes in float32."""
+    dtypes = {"fp32" if len(sides) == 1 else sides[0].dtype, side.dtype}
+    made = [frozenset(fmt for line in lines.values() for fmt in line.formats)]
+    made += [each.formats() for each in sides[:-1]] or [frozenset()]
+    acts = frozenset(line.act for line in lines.values() if line.act)
+    return Allowance(bound, frozenset(dtypes), made[0] ^ made[1] | acts)
+
+
+def describe(comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
+    """What `job.output=json` prints."""
+    sides, prompts, reference = comparison.sides, comparison.prompts, comparison.reference
+    findings = outcome.judged.findings
+    return {
+        "agree": outcome.agrees,
+        "sides": {"a": sides[0].shown, "b": sides[1].shown if len(sides) > 1 else "transformers, float32"},
+        "judged": sides[-1].name,
+        "synchronized": outcome.is_synchronized,
+        "values": len(outcome.judged.allowed),
+        "lines": len({(program, outcome.lines[program, name].number) for program, name in outcome.judged.allowed}),
+        "findings": list(map(describe_finding, findings)),
+        "layers": describe_layers(outcome),
+        "outputs": outcome.outputs._asdict(),
+        "prompts": [
+            describe_prompt(number, prompt, outcome.answers[number], reference) for number, prompt in enumerate(prompts)
+        ],
+    }
+
+
+def describe_finding(finding: Finding) -> dict[str, Any]:
+    program, name = finding.value
+    return {
+        "value": name,
+        "program": program,
+        **describe_line(finding.line),
+        "error": finding.error.relative,
+        "allowed": finding.allowed,
+        "prompt": finding.error.prompt,
+        "step": finding.error.step,
+        "token": finding.error.token,
+        "since": list(map(describe_line, finding.since)),
+    }
+
+
+def describe_line(line: Line) -> dict[str, Any]:
+    return {
+        "line": line.number,
+        "text": line.text,
+        "layer": line.layer,
+        "kernel": line.kernel,
+        "passes": line.passes,
+    }
+
+
+def describe_layers(outcome: Outcome) -> list[dict[str, Any]]:
+    """The value of each layer that is off the most, against what it may be."""
+    found: dict[int | str, tuple[float, Value]] = {}
+    counts = Counter[int | str]()
+    for value, allowed in outcome.judged.allowed.items():
+        layer = outcome.lines[value].layer
+        place = ("head" if value[0] == "head" else "embedding") if layer is None else layer
+        counts[place] += 1
+        share = outcome.errors[value].relative / allowed
+        if place not in found or share > found[place][0]:
+            found[place] = share, value
+    return [
+        {
+            "layer": place,
+            "values": counts[place],
+            "value": value[1],
+            "line": outcome.lines[value].number,
+            "error": outcome.errors[value].relative,
+            "allowed": outcome.judged.allowed[value],
+        }
+        for place, (_, value) in found.items()
+    ]
+
+
+def describe_prompt(number: int, prompt: Sequence[int], answer: Sequence[int], reference: Trace) -> dict[str, Any]:
+    expected = reference.answers[number]
+    at = first_difference(answer, expected)
+    differs = {} if at is None else {"token": at, "gap": gap_before(reference, number, at)}
+    return {"tokens": len(prompt), "answer": list(answer), "expected": expected, "difference": differs or None}

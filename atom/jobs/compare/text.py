@@ -1,0 +1,106 @@
+"""Show a comparison on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from atom.jobs.tables import make_table
+
+NUM_FINDINGS = 12  # that are listed
+NUM_SINCE = 8  # calls that are listed before one
+
+
+def print_result(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for line in (*summary(result), *first_finding(result), *other_findings(result)):
+        console.print(line)
+    console.print()
+    console.print(layer_table(result))
+    console.print()
+    for line in (*outputs(result), *bisection(result)):
+        console.print(line)
+
+
+def summary(result: dict[str, Any]) -> Iterator[str]:
+    sides, num = result["sides"], len(result["findings"])
+    yield f"a: {sides['a']}"
+    yield f"b: {sides['b']}"
+    tokens = sum(prompt["tokens"] + len(prompt["answer"]) - 1 for prompt in result["prompts"])
+    yield (
+        f"{result['values']} values of {result['lines']} lines compared over {tokens} tokens of "
+        f"{len(result['prompts'])} prompts: {f'{num} beyond the bound' if num else 'all within the bound'}"
+    )
+    if not result["synchronized"]:
+        yield "of several ranks the first one's values are shown, each with the errors of those before it"
+
+
+def first_finding(result: dict[str, Any]) -> Iterator[str]:
+    """The first value beyond the bound, and the calls that it may come from."""
+    if not result["findings"]:
+        return
+    first = result["findings"][0]
+    yield ""
+    yield f"the first: {where(first)}"
+    yield f"    line {first['line']}: {first['text']}"
+    if first["passes"]:
+        yield f"    made or changed by {', '.join(first['passes'])}"
+    since = first["since"][:-1]
+    if since:
+        yield "    or one of the calls before it, whose results were not compared:"
+    for line in since[-NUM_SINCE:]:
+        yield f"    line {line['line']}: {line['text']}"
+
+
+def other_findings(result: dict[str, Any]) -> Iterator[str]:
+    for finding in result["findings"][1:NUM_FINDINGS]:
+        yield f"then {where(finding)}, line {finding['line']}"
+    if (more := len(result["findings"]) - NUM_FINDINGS) > 0:
+        yield f"and {more} more"
+
+
+def where(finding: dict[str, Any]) -> str:
+    """Where a value is off the most, and by how much."""
+    layer = "" if finding["layer"] is None else f" of layer {finding['layer']}"
+    step = f"token {finding['token']}" if finding["step"] == 0 else f"decode {finding['step']}"
+    return (
+        f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: off by "
+        f"{finding['error']:.2g} at {step} of prompt {finding['prompt']}, allowed {finding['allowed']:.2g}"
+    )
+
+
+def layer_table(result: dict[str, Any]) -> Any:
+    table = make_table("layer", "values", "error", "allowed", "of", "line", left=("layer", "of"))
+    for each in result["layers"]:
+        mark = " !" if each["error"] > each["allowed"] else ""
+        table.add_row(
+            *(str(each["layer"]), str(each["values"]), f"{each['error']:.2g}{mark}", f"{each['allowed']:.2g}"),
+            *(each["value"], str(each["line"])),
+        )
+    return table
+
+
+def outputs(result: dict[str, Any]) -> Iterator[str]:
+    """The logits, and the answers."""
+    each = result["outputs"]
+    yield f"logits: off by {each['error']:.2g} at most, {each['mean_error']:.2g} on average"
+    yield f"next tokens: the same at {each['agreement']:.1%} of {each['num']} positions"
+    yield f"KL divergence: {each['kl']:.2g} nats on average, {each['max_kl']:.2g} at most"
+    differing = [(at, prompt) for at, prompt in enumerate(result["prompts"]) if prompt["difference"]]
+    if not differing:
+        yield f"greedy answers: the same {len(result['prompts'][0]['answer'])} tokens after each prompt"
+    for number, prompt in differing:
+        at, gap = prompt["difference"]["token"], prompt["difference"]["gap"]
+        ours, theirs = prompt["answer"][at], prompt["expected"][at]
+        yield (
+            f"greedy answers: after prompt {number}, token {at} is {ours} and the reference's {theirs}, "
+            f"which leads by {gap:.2g} of the largest logit"
+        )
+
+
+def bisection(result: dict[str, Any]) -> Iterator[str]:
+    if "bisect" in result:
+        yield ""
+        yield result["bisect"]["line"]

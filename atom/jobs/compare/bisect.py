@@ -20,7 +20,7 @@ from atom.config import Config, PassesConfig
 from atom.errors import AtomError
 from atom.graph import Graph, parse, show
 from atom.jobs.compare.lines import Line
-from atom.jobs.compare.outcome import Comparison, Outcome
+from atom.jobs.compare.outcome import Answered, Comparison, Outcome
 from atom.kernels import find_target
 from atom.passes import PassReport
 from atom.passes.context import PassContext
@@ -39,17 +39,17 @@ class Change(NamedTuple):
     text: str  # as a sentence has it before "they agree"
 
 
-def bisect(kind: str, comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
+def bisect(kind: str, comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:
     """Find the smallest change of a kind that makes the sides agree: its names, and a line that says so.
 
     kind: passes, kernels or layers
-    outcome: of the side as it is
+    outcome, answered: of the side as it is
     """
     if outcome.agrees:
         return {"kind": kind, "changes": [], "line": "the sides agree as they are"}
     with ExitStack() as opened:
         if kind == "layers":
-            return {"kind": kind, **by_layers(comparison, outcome)}
+            return {"kind": kind, **by_layers(comparison, outcome, answered)}
         change = by_passes(comparison, outcome) if kind == "passes" else by_kernels(comparison, outcome, opened)
     if change is None:
         return {"kind": kind, "changes": None, "line": f"no other choice of {kind} makes the sides agree"}
@@ -94,15 +94,16 @@ def by_kernels(comparison: Comparison, outcome: Outcome, opened: ExitStack) -> C
     return Change([f"{backend}.{op}" for op, backend in found], f"with {' and '.join(texts)}")
 
 
-def by_layers(comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
+def by_layers(comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:
     """Take the values of whole layers from the reference: of those with a value beyond the bound."""
     places = {finding.line.layer for finding in outcome.judged.findings}
     values = {value for value, line in outcome.lines.items() if line.layer in places}
-    mended = comparison.measure(comparison.tested, replaced=values)
+    with comparison.open(comparison.tested) as opened:
+        mended = comparison.answer(opened, replaced=values)
     layers = sorted(place for place in places if place is not None)
     names = [f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"] if layers else []
     shown = " and ".join([*names, *(["the calls around the layers"] if None in places else [])])
-    before, after = outcome.outputs.error, mended.outputs.error
+    before, after = answered.outputs.error, mended.outputs.error
     line = f"with the reference's values in {shown} the logits are off by {after:.2g} in place of {before:.2g}"
     return {"changes": layers, "line": line, "logits": after}
 
@@ -110,7 +111,8 @@ def by_layers(comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
 def is_mended(comparison: Comparison, config: Config) -> bool:
     """Whether a changed side agrees; one that cannot run does not."""
     try:
-        return comparison.measure(replace(comparison.tested, config=config)).agrees
+        with comparison.open(replace(comparison.tested, config=config)) as opened:
+            return comparison.measure(opened).agrees
     except AtomError:
         return False
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from atom.checkpoint import RichProgress
@@ -51,10 +52,11 @@ def compare(config: Config) -> dict[str, Any]:
     sides = load_sides(config)
     prompts = choose_prompts(config, sides[-1].config)
     comparison = Comparison(sides, compute_reference(sides, prompts), prompts, config.job.bound)
-    outcome = comparison.measure(comparison.tested)
-    result = describe(comparison, outcome)
+    with comparison.open(comparison.tested) as opened:
+        answered, outcome = comparison.answer(opened), comparison.measure(opened)
+    result = describe(comparison, outcome, answered)
     if config.job.bisect is not None:
-        result["bisect"] = bisect(config.job.bisect, comparison, outcome)
+        result["bisect"] = bisect(config.job.bisect, comparison, outcome, answered)
     return result
 
 
@@ -66,7 +68,7 @@ def load_sides(config: Config) -> list[Side]:
     sides = [load_side("a", config, job.a)]
     if job.b != TRANSFORMERS:
         sides.append(load_side("b", config, job.b))
-        if sides[0].config == sides[1].config:
+        if is_same(sides[0].config, sides[1].config):
             raise ConfigError("both sides are the same: set job.b, as in job.b='level=0' or job.b=transformers")
         if sides[0].config.model.vocab != sides[1].config.model.vocab:
             sizes = " and ".join(str(side.config.model.vocab) for side in sides)
@@ -81,6 +83,16 @@ def compute_reference(sides: Sequence[Side], prompts: Sequence[Sequence[int]]) -
         with closing(open_for(first.config, RichProgress())) as checkpoint:
             return run_reference(first.config, checkpoint, first.written(), prompts, NUM_TOKENS)
     with first.open(prompts, NUM_TOKENS) as opened:
-        recorder = Recorder(opened.lengths, opened.logits)
+        recorder = Recorder(opened.lengths, opened.logits, shared_names(sides))
         recorder.trace.answers = opened.answer(recorder)
         return recorder.trace
+
+
+def is_same(a: Config, b: Config) -> bool:
+    """Whether two configurations are the same, however they are written."""
+    return replace(a, overrides=[]) == replace(b, overrides=[])
+
+
+def shared_names(sides: Sequence[Side]) -> frozenset[str]:
+    """The values that all texts name before the passes, whose own names tell nothing of another text."""
+    return frozenset[str].intersection(*(side.names() for side in sides))

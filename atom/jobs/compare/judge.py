@@ -7,16 +7,18 @@ and formats a value may be off by what the roundings of the few calls since the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from atom.graph import Graph
+from atom.jobs.compare.follow import Error, relative_errors
 from atom.jobs.compare.lines import Line, between
-from atom.jobs.compare.trace import Error, Trace, Value, relative_errors
+from atom.jobs.compare.trace import Trace, Value
 
 BY_DTYPE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2}  # the error allowed of a value
+CHOICES = {"fp32": 0.01, "fp16": 0.1, "bf16": 0.25}  # share of the tokens for which a router's best may nearly tie
 BY_BITS = {8: 0.1, 6: 0.15, 5: 0.2, 4: 0.35, 3: 0.5, 2: 0.7}  # after a matmul by weights or rows of so many bits
 
 
@@ -31,8 +33,17 @@ class Allowance(NamedTuple):
         """Of a value that calls with these formats have computed."""
         if self.bound is not None:
             return self.bound
-        by_dtype = [BY_DTYPE.get(dtype, BY_DTYPE["bf16"]) for dtype in self.dtypes]
-        return max(*by_dtype, *(BY_BITS[bits_of(fmt)] for fmt in formats & self.formats), 0.0)
+        return max(BY_DTYPE[self.dtype], *(BY_BITS[bits_of(fmt)] for fmt in formats & self.formats), 0.0)
+
+    @property
+    def of_choices(self) -> float:
+        """The share of the tokens for which a router may choose other experts."""
+        return CHOICES["bf16" if self.formats else self.dtype]
+
+    @property
+    def dtype(self) -> str:
+        """The coarsest."""
+        return max(self.dtypes, key=BY_DTYPE.__getitem__)
 
 
 class Finding(NamedTuple):
@@ -43,6 +54,7 @@ class Finding(NamedTuple):
     allowed: float
     line: Line
     since: list[Line]  # the calls since the values before it that were compared, its own last
+    is_choice: bool  # of a router, whose error is the share of the tokens that differ
 
 
 class Judged(NamedTuple):
@@ -61,20 +73,28 @@ class Outputs(NamedTuple):
     max_kl: float
 
 
-def judge(errors: Mapping[Value, Error], lines: Mapping[Value, Line], graph: Graph, allowance: Allowance) -> Judged:
+def judge(
+    errors: Mapping[Value, Error],
+    choices: Container[Value],
+    lines: Mapping[Value, Line],
+    graph: Graph,
+    allowance: Allowance,
+) -> Judged:
     """Judge the errors of values.
 
     errors: of the values that both sides have
+    choices: those that are choices of routers
     lines, graph: of the text that is judged
     """
     allowed, findings = dict[Value, float](), list[Finding]()
     for value, line in lines.items():
         if (error := errors.get(value)) is None:
             continue
-        since = [lines[each] for each in between(graph, value, errors)]
-        allowed[value] = allowance.of(frozenset(fmt for each in since for fmt in each.formats))
+        since = list({(each[0], lines[each].number): lines[each] for each in between(graph, value, errors)}.values())
+        formats = frozenset(fmt for each in since for fmt in each.formats)
+        allowed[value] = allowance.of_choices if value in choices else allowance.of(formats)
         if not error.relative <= allowed[value]:
-            findings.append(Finding(value, error, allowed[value], line, since))
+            findings.append(Finding(value, error, allowed[value], line, since, value in choices))
     return Judged(allowed, findings)
 
 

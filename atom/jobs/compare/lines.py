@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -93,15 +93,41 @@ def calls_of(graph: Graph) -> dict[Value, str]:
     return {value: KERNEL.sub("", text) for value, (_, text) in number_lines(show(graph))}
 
 
-def between(graph: Graph, value: Value, known: Mapping[Value, object]) -> list[Value]:
-    """The values that a value depends on back to those that are known, in the order of the text, itself last."""
+def between(graph: Graph, value: Value, known: Container[Value]) -> list[Value]:
+    """The values that a value depends on back to those that are known, in the order of the text, itself last.
+
+    A call that reads KV depends on those that write it, whatever they compute besides.
+    """
     program, name = value
-    nodes = graph.programs[program].fx.nodes
-    (start,) = (node for node in nodes if node.name == name and node.op != "placeholder")
-    found, waiting = {start}, [start]
+    waiting = [next((program, node) for node in graph.programs[program].fx.nodes if node.name == name)]
+    found = {value}
     while waiting:
-        for read in call_of(waiting.pop()).all_input_nodes:
-            if read not in found and read.op != "placeholder" and (program, read.name) not in known:
-                found.add(read)
+        program, node = waiting.pop()
+        call = call_of(node)
+        unknown = [read for read in reads_of(graph, program, call) if (read[0], read[1].name) not in known]
+        for read in (*unknown, *((program, writer) for writer in writers_of(graph, program, call))):
+            if (read[0], read[1].name) not in found:
+                found.add((read[0], read[1].name))
                 waiting.append(read)
-    return [(program, node.name) for node in nodes if node in found]
+    ordered = ((program, node.name) for program in (BODY, HEAD) for node in graph.programs[program].fx.nodes)
+    return [each for each in ordered if each in found and each != value] + [value]
+
+
+def reads_of(graph: Graph, program: str, call: Node) -> Iterator[tuple[str, Node]]:
+    """The results that a call reads: of its program or, by an input of the head, of the body."""
+    body, head = graph.programs[BODY], graph.programs[HEAD]
+    for read in call.all_input_nodes:
+        if read.op != "placeholder":
+            yield program, read
+        elif program == HEAD:
+            yield BODY, body.results[head.inputs.index(read)]
+
+
+def writers_of(graph: Graph, program: str, call: Node) -> Iterator[Node]:
+    """A result of each earlier call with the same KV."""
+    caches = {arg for arg in call.args if isinstance(arg, KV)}
+    for other in graph.programs[program].nodes:
+        if other is call:
+            return
+        if not caches.isdisjoint(arg for arg in other.args if isinstance(arg, KV)):
+            yield results_of(other)[0]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from atom.jobs.compare.follow import Choices, Comparer, Error, Everything, Follower
 from atom.jobs.compare.judge import (
     Allowance,
     Finding,
@@ -21,23 +23,29 @@ from atom.jobs.compare.judge import (
     judge,
 )
 from atom.jobs.compare.lines import Line
-from atom.jobs.compare.sides import Side
-from atom.jobs.compare.trace import Error, Everything, Follower, Trace, Value
+from atom.jobs.compare.sides import Opened, Side
+from atom.jobs.compare.trace import Trace, Value
 
 
 class Outcome(NamedTuple):
-    """What a side computed, against a reference."""
+    """How far the values of a side are off."""
 
     lines: dict[Value, Line]
     errors: dict[Value, Error]
+    choices: dict[Value, Choices]
     judged: Judged
-    outputs: Outputs
-    answers: list[list[int]]  # its own
     is_synchronized: bool  # each error is of the calls since the values before it
 
     @property
     def agrees(self) -> bool:
         return not self.judged.findings
+
+
+class Answered(NamedTuple):
+    """What a side answers by itself."""
+
+    answers: list[list[int]]
+    outputs: Outputs  # while the answers are the reference's
 
 
 class Comparison(NamedTuple):
@@ -52,27 +60,29 @@ class Comparison(NamedTuple):
     def tested(self) -> Side:
         return self.sides[-1]
 
-    def measure(self, side: Side, replaced: Container[Value] = ()) -> Outcome:
-        """Run a side: its own answers, its logits of the reference's answers, and its values against the reference's.
+    def open(self, side: Side) -> AbstractContextManager[Opened]:
+        return side.open(self.prompts, len(self.reference.answers[0]))
 
-        side: the one that is judged, which may be changed
-        replaced: values that the logits are computed with, in place of its own
+    def measure(self, opened: Opened) -> Outcome:
+        """Compare a side's values with the reference's: of the one that is judged, which may be changed."""
+        is_forced = opened.is_one_rank  # values of other ranks are not shown, nor tokens replaced
+        replaced: Container[Value] = Everything() if is_forced else ()
+        comparer = Comparer(opened.lengths, opened.logits, self.reference, replaced, is_forced=is_forced)
+        opened.answer(comparer)
+        lines = opened.lines()
+        allowance = allowance_of(opened.side, self.sides, lines, self.bound)
+        judged = judge(comparer.errors, comparer.choices, lines, opened.compiled.graph, allowance)
+        return Outcome(lines, comparer.errors, comparer.choices, judged, is_forced)
+
+    def answer(self, opened: Opened, replaced: Container[Value] = ()) -> Answered:
+        """Let a side answer by itself.
+
+        replaced: values that it computes with, in place of its own
         """
-        with side.open(self.prompts, len(self.reference.answers[0])) as opened:
-            answers = opened.answer()
-            names = frozenset.intersection(*(each.names() for each in self.sides))
-            is_forced = opened.is_one_rank  # values of other ranks are not shown, nor tokens replaced
-            free, synchronized = (
-                Follower(opened.lengths, opened.logits, self.reference, names, some, is_forced=is_forced)
-                for some in (replaced, Everything() if is_forced else ())
-            )
-            opened.answer(free)
-            opened.answer(synchronized)
-            lines = opened.lines()
-            allowance = allowance_of(side, self.sides, lines, self.bound)
-            judged = judge(synchronized.errors, lines, opened.compiled.graph, allowance)
-        outputs = compare_outputs(free.trace, self.reference)
-        return Outcome(lines, synchronized.errors, judged, outputs, answers, is_forced)
+        follower = Follower(opened.lengths, opened.logits, self.reference, replaced)
+        own = opened.answer() if opened.runner.graphs.sizes else None  # CUDA graphs show no values
+        answers = opened.answer(follower)
+        return Answered(own or answers, compare_outputs(follower.trace, self.reference))
 
 
 def allowance_of(side: Side, sides: Sequence[Side], lines: Mapping[Value, Line], bound: float | None) -> Allowance:
@@ -84,7 +94,7 @@ def allowance_of(side: Side, sides: Sequence[Side], lines: Mapping[Value, Line],
     return Allowance(bound, frozenset(dtypes), made[0] ^ made[1] | acts)
 
 
-def describe(comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
+def describe(comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:
     """What `job.output=json` prints."""
     sides, prompts, reference = comparison.sides, comparison.prompts, comparison.reference
     findings = outcome.judged.findings
@@ -97,9 +107,11 @@ def describe(comparison: Comparison, outcome: Outcome) -> dict[str, Any]:
         "lines": len({(program, outcome.lines[program, name].number) for program, name in outcome.judged.allowed}),
         "findings": list(map(describe_finding, findings)),
         "layers": describe_layers(outcome),
-        "outputs": outcome.outputs._asdict(),
+        "choices": describe_choices(outcome),
+        "outputs": answered.outputs._asdict(),
         "prompts": [
-            describe_prompt(number, prompt, outcome.answers[number], reference) for number, prompt in enumerate(prompts)
+            describe_prompt(number, prompt, answered.answers[number], reference)
+            for number, prompt in enumerate(prompts)
         ],
     }
 
@@ -109,6 +121,7 @@ def describe_finding(finding: Finding) -> dict[str, Any]:
     return {
         "value": name,
         "program": program,
+        "is_choice": finding.is_choice,
         **describe_line(finding.line),
         "error": finding.error.relative,
         "allowed": finding.allowed,
@@ -150,6 +163,19 @@ def describe_layers(outcome: Outcome) -> list[dict[str, Any]]:
             "allowed": outcome.judged.allowed[value],
         }
         for place, (_, value) in found.items()
+    ]
+
+
+def describe_choices(outcome: Outcome) -> list[dict[str, Any]]:
+    """The choices of each router."""
+    return [
+        {
+            "layer": outcome.lines[value].layer,
+            "value": value[1],
+            "tokens": choices.num_tokens,
+            "differing": choices.num_differing,
+        }
+        for value, choices in outcome.choices.items()
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atom.jobs.compare.text import bisection, first_finding, outputs, summary, where
+from atom.jobs.compare.text import bisection, choices, first_finding, outputs, summary, where
 from atom.measurement import page
 
 NUM_LISTED = 50  # findings in the table
@@ -12,7 +12,7 @@ NUM_LISTED = 50  # findings in the table
 
 def make_page(result: dict[str, Any]) -> str:
     """The page of a comparison, as `describe` gives it: errors by layer, what is beyond the bound, outputs, prompts."""
-    parts = [*map(page.paragraph, summary(result))]
+    parts = [*map(page.paragraph, (*summary(result), *choices(result)))]
     layers = result["layers"]
     curves = {"error": [each["error"] for each in layers], "allowed": [each["allowed"] for each in layers]}
     parts += [page.heading("Error by layer"), page.legend(curves)]

@@ -7,7 +7,8 @@ does. So values have names wherever the checkpoint's tensors bear those of the m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,35 +20,55 @@ from torch.fx import Node
 from atom.checkpoint import Checkpoint
 from atom.config import Config
 from atom.errors import ConfigError, one_line
-from atom.graph import BODY, Graph, W, ops
-from atom.jobs.compare.trace import Trace
+from atom.graph import BODY, Graph, Recipe, Slice, W, ops
+from atom.graph.graph import results_of
+from atom.graph.recipes import leaves
+from atom.jobs.compare.lines import LAYER
+from atom.jobs.compare.trace import Trace, Value, is_choice
 
 SUFFIX = ".weight"
-NAMED = (ops.linear, ops.rms_norm, ops.layer_norm)  # an embedding's module may scale what it gives
+EXPERTS = ".experts"  # of the path of a module with all experts of a layer
+NORMS = (ops.rms_norm, ops.layer_norm)
 
 
 class Place(NamedTuple):
-    """Where a value is found: what a module takes, or gives."""
+    """Where a value is found: in what a module takes, or gives."""
 
     module: str
-    is_input: bool
+    part: str  # input, output, or of a router's output weights or ids
+    columns: tuple[int, int] | None = None  # None: all
 
 
 def places_of(graph: Graph) -> dict[str, Place]:
     """The places of a body's values, by name; those that come first in the text win."""
     found: dict[str, Place] = {}
     for node in graph.programs[BODY].nodes:
-        if node.target not in NAMED:
-            continue
-        weight = next((arg for arg in node.args if isinstance(arg, W)), None)
-        if weight is None or not weight.name.endswith(SUFFIX):
-            continue
-        module = weight.name.removesuffix(SUFFIX)
-        if isinstance(node.args[0], Node):
-            found.setdefault(node.args[0].name, Place(module, is_input=True))
-        if node.target is not ops.linear or not any(isinstance(arg, Node) for arg in node.args[1:]):
-            found.setdefault(node.name, Place(module, is_input=False))
+        for name, place in places_by(node):
+            found.setdefault(name, place)
     return found
+
+
+def places_by(call: Node) -> Iterator[tuple[str, Place]]:
+    """The places of the values that a call reads and computes. An embedding's module may scale what it gives."""
+    weight = next((arg for arg in call.args if isinstance(arg, Recipe)), None)
+    stored = next(leaves(weight), None) if weight is not None else None
+    if stored is None:
+        return
+    if call.target is ops.experts and EXPERTS in stored.name:
+        yield call.name, Place(stored.name.partition(EXPERTS)[0] + EXPERTS, "output")
+    if not stored.name.endswith(SUFFIX):
+        return
+    module = stored.name.removesuffix(SUFFIX)
+    if call.target in (*NORMS, ops.linear, ops.router) and isinstance(call.args[0], Node):
+        yield call.args[0].name, Place(module, "input")
+    if call.target is ops.router:
+        yield from zip(
+            (node.name for node in results_of(call)), (Place(module, "weights"), Place(module, "ids")), strict=True
+        )
+    elif call.target in NORMS or (call.target is ops.linear and isinstance(weight, W)):  # a norm's may be shifted
+        yield call.name, Place(module, "output")
+    elif call.target is ops.linear and isinstance(weight, Slice) and (weight.dim, weight.step) == (0, 1):
+        yield call.name, Place(module, "output", (weight.start, weight.stop))
 
 
 def run_reference(
@@ -58,26 +79,24 @@ def run_reference(
     graph: the text before all passes
     num_tokens: of each answer
     """
-    model, places, trace = open_model(config, checkpoint), group(places_of(graph)), Trace()
-    for number, prompt in enumerate(prompts):
-        with torch.inference_mode():
-            answer = generate(model, prompt, num_tokens)
-            values, logits = run(model, [*prompt, *answer[:-1]], places)
-        trace.answers.append(answer)
-        for step, rows in enumerate(steps_of(len(prompt), len(answer))):
-            trace.values[number, step] = {(BODY, name): value[rows] for name, value in values.items()}
-            trace.logits[number, step] = logits[rows]
+    model, trace, found = open_model(config, checkpoint), Trace(), dict[str, Any]()
+    with ExitStack() as hooks, torch.inference_mode():
+        for place, names in group(places_of(graph)).items():
+            hook(model, place, hooks, functools.partial(keep, found, names))
+        for number, prompt in enumerate(prompts):
+            run = functools.partial(model, **open_cache(model), use_cache=True)
+            tokens, answer = list(prompt), list[int]()
+            for step in range(num_tokens):
+                found.clear()
+                logits = run(torch.tensor([tokens], device=model.device)).logits[0].float().cpu()
+                shaped = ((name, rows_of(value, len(tokens))) for name, value in found.items())
+                trace.values[number, step] = {(BODY, name): rows for name, rows in shaped if rows is not None}
+                trace.logits[number, step] = logits
+                tokens = [int(logits[-1].argmax())]
+                answer += tokens
+            trace.answers.append(answer)
+    keep_common(trace)
     return trace
-
-
-def run(model: Any, tokens: Sequence[int], places: Mapping[Place, Sequence[str]]) -> tuple[dict[str, Tensor], Tensor]:
-    """The values at places, by name, and the logits fp32[T, V]."""
-    found: dict[Place, Tensor] = {}
-    with ExitStack() as hooks:
-        for place in places:
-            hook(model, place, len(tokens), hooks, functools.partial(found.__setitem__, place))
-        logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float().cpu()
-    return {name: value for place, value in found.items() for name in places[place]}, logits
 
 
 def open_model(config: Config, checkpoint: Checkpoint) -> Any:
@@ -86,8 +105,10 @@ def open_model(config: Config, checkpoint: Checkpoint) -> Any:
         raise ConfigError("job.b=transformers compares a checkpoint's weights: leave out load_dummy=true")
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"job.b=transformers needs transformers: {error}") from None
+    disable_progress_bar()
     first = Path(min(map(str, checkpoint.files())))
     options: dict[str, Any] = {"gguf_file": first.name} if first.suffix == ".gguf" else {}
     try:
@@ -98,24 +119,18 @@ def open_model(config: Config, checkpoint: Checkpoint) -> Any:
             trust_remote_code=config.trust_remote_code,
             **options,
         )
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"job.b=transformers: it cannot load {first.parent}: {one_line(str(error))}") from None
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = one_line(str(error) or type(error).__name__)
+        raise ConfigError(f"job.b=transformers: no prompt can be compared: {first.parent}: {reason}") from None
     return model.eval().to("cuda" if config.device == "cuda" else "cpu")
 
 
-def generate(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The greedy answer, on after an end."""
-    tokens, answer, cache = list(prompt), list[int](), None
-    for _ in range(num_tokens):
-        step = model(torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
-        cache, tokens = step.past_key_values, [int(step.logits[0, -1].argmax())]
-        answer += tokens
-    return answer
+def open_cache(model: Any) -> dict[str, Any]:
+    """The argument that holds the KV of one sequence; newer versions of transformers call it otherwise."""
+    from transformers import DynamicCache
 
-
-def steps_of(num_prompt: int, num_answer: int) -> list[slice]:
-    """The tokens of each step: the prompt, then each token of the answer but the last."""
-    return [slice(0, num_prompt), *(slice(at, at + 1) for at in range(num_prompt, num_prompt + num_answer - 1))]
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
 
 
 def group(places: Mapping[str, Place]) -> dict[Place, list[str]]:
@@ -126,19 +141,60 @@ def group(places: Mapping[str, Place]) -> dict[Place, list[str]]:
     return grouped
 
 
-def hook(model: nn.Module, place: Place, num_tokens: int, hooks: ExitStack, keep: Callable[[Tensor], Any]) -> None:
-    """Keep what a module takes or gives, [T, …] on the host, if the model has it and it is one row for each token."""
-    try:
-        module = model.get_submodule(place.module)
-    except AttributeError:
+def keep(found: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Add a value by its names."""
+    found.update(dict.fromkeys(names, value))
+
+
+def hook(model: nn.Module, place: Place, hooks: ExitStack, see: Callable[[Any], Any]) -> None:
+    """Show what a module takes or gives, if the model has it."""
+    module = find_module(model, place.module)
+    if module is None:
         return
-
-    def see(value: Any) -> None:
-        if torch.is_tensor(value) and value.dim() >= 3 and value.shape[:2] == (1, num_tokens):
-            keep(value[0].float().cpu())
-
-    if place.is_input:
+    if place.part == "input":
         handle = module.register_forward_pre_hook(lambda _, args: see(args[0] if args else None))
     else:
-        handle = module.register_forward_hook(lambda _, args, result: see(result))
+        handle = module.register_forward_hook(lambda _, args, result: see(part_of(result, place)))
     hooks.callback(handle.remove)
+
+
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of a stored name: of this path, or else the only one in its layer with the last part of the name."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if name in modules:
+        return modules[name]
+    if (layer := LAYER.search(name)) is None:
+        return None
+    last = name.rpartition(".")[2]
+    alike = [module for path, module in modules.items() if f".{layer[0]}." in path and path.endswith(f".{last}")]
+    return alike[0] if len(alike) == 1 else None
+
+
+def part_of(result: Any, place: Place) -> Any:
+    """A place's part of what a module gives. A router gives logits, weights and ids."""
+    if place.part in ("weights", "ids"):
+        tensors = [each for each in result if torch.is_tensor(each)] if isinstance(result, tuple) else []
+        ids = next(filter(is_choice, tensors), None)
+        if place.part == "ids" or ids is None:
+            return ids
+        return next((each for each in tensors if each is not ids and each.shape == ids.shape), None)
+    return result[..., slice(*place.columns)] if place.columns and torch.is_tensor(result) else result
+
+
+def rows_of(value: Any, num_tokens: int) -> Tensor | None:
+    """A value [1, T, …] or [T, …] as [T, …] on the host; None if it has no row for each token."""
+    if not torch.is_tensor(value):
+        return None
+    if value.dim() > 2 and value.shape[:2] == (1, num_tokens):
+        value = value[0]
+    rows: Tensor = value.cpu()
+    if rows.dim() < 2 or len(rows) != num_tokens:
+        return None
+    return rows.float() if rows.is_floating_point() else rows
+
+
+def keep_common(trace: Trace) -> None:
+    """Drop the values that some steps lack. Their rows are heads, of which there are as many as tokens in other steps."""
+    common = set[Value].intersection(*map(set, trace.values.values()))
+    for at, values in trace.values.items():
+        trace.values[at] = {value: rows for value, rows in values.items() if value in common}

@@ -53,7 +53,7 @@ class Side:
     def open(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Iterator[Opened]:
         """Open an engine for prompts, one at a time, and answers of so many tokens. Errors name the side."""
         with naming(self.name):
-            config = fit(self.config, max(map(len, prompts)) + num_tokens)
+            config = fit(self.config, prompts, num_tokens)
             compiled = compile_with(config, RichProgress())
             engine = open_engine(config, RichProgress(), compiled)
         try:
@@ -67,7 +67,7 @@ class Side:
         return semantic_graph(self.config) if path is None else read_saved(Path(path))[0]
 
     def names(self) -> frozenset[str]:
-        """The values that its text names before all passes, whose own names tell nothing of another text."""
+        """The values that its text names before all passes."""
         written = self.written()
         return frozenset(node.name for name in (BODY, HEAD) for node in written.programs[name].fx.nodes)
 
@@ -123,7 +123,7 @@ class Opened:
         """The greedy answers to the prompts, one after the other. watcher: is shown all values"""
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.num_tokens)
         if watcher is not None:
-            self.runner.graphs.clear()  # which show no values
+            self.runner.graphs.clear()
             params = replace(params, prompt_logprobs=0)  # so that the head runs for all tokens of a prompt
         answers = []
         with self.runner.model.watched(watcher) if watcher else nullcontext():
@@ -147,6 +147,8 @@ def load_side(name: str, config: Config, own: str) -> Side:
             texts = shlex.split(own)
         except ValueError as error:
             raise ConfigError(f"{own!r}: {error}") from None
+        if wrong := [each for each in texts if not is_shared(each)]:
+            raise ConfigError(f"{wrong[0]} is of the comparison, not of a side; write it outside of job.{name}")
         shared = [each for each in config.overrides if is_shared(each)]
         return Side(name, load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is")
 
@@ -156,18 +158,19 @@ def is_shared(override: str) -> bool:
     return key == KEPT or key.partition(".")[0] not in OWN
 
 
-def fit(config: Config, num_tokens: int) -> Config:
-    """The configuration with one sequence of so many tokens, whose prompt is one step."""
+def fit(config: Config, prompts: Sequence[Sequence[int]], num_tokens: int) -> Config:
+    """The configuration with one sequence at a time, whose prompt is one step. ConfigError if that cannot be."""
     serve, limits = config.serve, config.limits
-    if num_tokens > limits.max_model_len:
-        raise ConfigError(
-            f"a prompt and its answer have {num_tokens} tokens, and serve.max_model_len={limits.max_model_len}"
-        )
-    if num_tokens > limits.max_num_batched_tokens:
-        most = limits.max_num_batched_tokens
-        raise ConfigError(f"a prompt has up to {num_tokens} tokens, and serve.max_num_batched_tokens={most}")
     if config.draft is not None or serve.method is not None:
         raise ConfigError(f"serve.method={serve.method}: drafts change no token; leave it out")
+    for name, most in (
+        ("max_model_len", limits.max_model_len),
+        ("max_num_batched_tokens", limits.max_num_batched_tokens),
+    ):
+        for number, prompt in enumerate(prompts):
+            if len(prompt) + num_tokens > most:
+                size = f"{len(prompt)} tokens and {num_tokens} of its answer"
+                raise ConfigError(f"prompt {number} has {size}, and serve.{name}={most}")
     fitted = replace(serve, enable_prefix_caching=False, max_num_seqs=1, swap_space=0, kv_cache_dir=None)
     return replace(config, serve=fitted)
 

@@ -15,7 +15,7 @@ NUM_SINCE = 8  # calls that are listed before one
 
 def print_result(result: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for line in (*summary(result), *first_finding(result), *other_findings(result)):
+    for line in (*summary(result), *choices(result), *first_finding(result), *other_findings(result)):
         console.print(line)
     console.print()
     console.print(layer_table(result))
@@ -35,6 +35,14 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     )
     if not result["synchronized"]:
         yield "of several ranks the first one's values are shown, each with the errors of those before it"
+
+
+def choices(result: dict[str, Any]) -> Iterator[str]:
+    """The routers that choose other experts."""
+    for each in result["choices"]:
+        if each["differing"]:
+            layer = f" in layer {each['layer']}"
+            yield f"experts chosen differ for {each['differing']} of {each['tokens']} tokens{layer}"
 
 
 def first_finding(result: dict[str, Any]) -> Iterator[str]:
@@ -65,10 +73,12 @@ def where(finding: dict[str, Any]) -> str:
     """Where a value is off the most, and by how much."""
     layer = "" if finding["layer"] is None else f" of layer {finding['layer']}"
     step = f"token {finding['token']}" if finding["step"] == 0 else f"decode {finding['step']}"
-    return (
-        f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: off by "
-        f"{finding['error']:.2g} at {step} of prompt {finding['prompt']}, allowed {finding['allowed']:.2g}"
-    )
+    at = f"{step} of prompt {finding['prompt']}"
+    if finding["is_choice"]:
+        off = f"differs for {finding['error']:.1%} of the tokens, first at {at}, allowed {finding['allowed']:.0%}"
+    else:
+        off = f"off by {finding['error']:.2g} at {at}, allowed {finding['allowed']:.2g}"
+    return f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: {off}"
 
 
 def layer_table(result: dict[str, Any]) -> Any:

@@ -166,10 +166,10 @@ class Model:
             self.executables = whole
 
     @contextmanager
-    def watched(self, watch: Callable[[str, str, Any], None]) -> Iterator[None]:
-        """Within this context, show each value of each program to `watch`; see `Executable.trace`.
+    def watched(self, watch: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
+        """Within this context, show the values of each program to `watch`; see `Executable.trace`.
 
-        watch: gets the name of the program, that of the value, and the value
+        watch: gets the name of the program, then its inputs or the results of a call, by their names
         """
         whole = self.executables
         self.executables = {name: Watched(each, functools.partial(watch, name)) for name, each in whole.items()}

@@ -102,20 +102,21 @@ class Executable:
                 values[at] = None
         return tuple(values[at] for at in self._results)
 
-    def trace(self, inputs: Mapping[str, Any], watch: Callable[[str, Any], None]) -> tuple[Any, ...]:
-        """Run the program as a call does, and show each input and result to `watch`, with its name in the text.
+    def trace(self, inputs: Mapping[str, Any], watch: Callable[[Mapping[str, Any]], None]) -> tuple[Any, ...]:
+        """Run the program as a call does, and show its inputs and each call's results to `watch`, by their names.
 
         It may write to what it is shown. Values inside compiled pieces are not shown.
         """
         values = self._start.copy()
         for name, at in self.inputs.items():
             values[at] = inputs[name]
-            watch(name, inputs[name])
+        watch({name: inputs[name] for name in self.inputs})
         for call, args, results, is_single, dead in self._steps:
-            result = call(*[values[arg] for arg in args])
-            for at, part in zip(results, (result,) if is_single else result, strict=True):
+            made = call(*[values[arg] for arg in args])
+            parts = (made,) if is_single else tuple(made)
+            watch({self._names[at]: part for at, part in zip(results, parts, strict=True)})
+            for at, part in zip(results, parts, strict=True):
                 values[at] = part
-                watch(self._names[at], part)
             for at in dead:
                 values[at] = None
         return tuple(values[at] for at in self._results)
@@ -124,7 +125,7 @@ class Executable:
 class Watched(Executable):
     """An executable whose values are shown as it runs."""
 
-    def __init__(self, executable: Executable, watch: Callable[[str, Any], None]) -> None:
+    def __init__(self, executable: Executable, watch: Callable[[Mapping[str, Any]], None]) -> None:
         vars(self).update(vars(executable))
         self._watch = watch
 

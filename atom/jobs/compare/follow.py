@@ -1,6 +1,6 @@
 """Compare the values of a run with a reference's, and put the reference's in their place.
 
-comparer = Comparer(lengths, "logits", reference, Everything(), is_forced=True)
+comparer = Comparer(lengths, "logits", own, reference, Everything(), is_forced=True)
 with comparer.prompt(0), model.watched(comparer):
     …
 comparer.errors["body", "h_3"].relative          # of the token where it is off the most
@@ -53,6 +53,7 @@ class Follower(Recorder):
         self,
         lengths: Sequence[int],
         logits: str,
+        own: Container[Value],
         reference: Trace,
         replaced: Container[Value] = (),
         *,
@@ -60,11 +61,12 @@ class Follower(Recorder):
     ) -> None:
         """
         lengths, logits: as of `Recorder`
+        own: all values of the text that runs
         replaced: the values that are replaced with the reference's
         is_forced: whether decodes get the reference's tokens
         """
         super().__init__(lengths, logits)
-        self._reference, self._replaced, self._is_forced = reference, replaced, is_forced
+        self._own, self._reference, self._replaced, self._is_forced = own, reference, replaced, is_forced
         self._parted = -1  # the prompt whose answer differs
 
     def begin(self, tokens: Tensor) -> None:
@@ -100,7 +102,7 @@ class Follower(Recorder):
     def _find(self, program: str, name: str) -> Tensor | None:
         if program == HEAD and name == self._logits:
             return self._reference.logits.get(self.at)
-        return self._reference.find(self.at, (program, name))
+        return self._reference.find(self.at, (program, name), self._own)
 
     def follow(self, program: str, pairs: Mapping[str, Pair], rows: Rows) -> None:
         """The results of a call that the reference has too."""
@@ -120,12 +122,13 @@ class Comparer(Follower):
         self,
         lengths: Sequence[int],
         logits: str,
+        own: Container[Value],
         reference: Trace,
         replaced: Container[Value] = (),
         *,
         is_forced: bool = False,
     ) -> None:
-        super().__init__(lengths, logits, reference, replaced, is_forced=is_forced)
+        super().__init__(lengths, logits, own, reference, replaced, is_forced=is_forced)
         self.errors: dict[Value, Error] = {}
         self.choices: dict[Value, Choices] = {}
         self._differing = torch.zeros(0, dtype=torch.bool)  # tokens of the step that go on with other experts

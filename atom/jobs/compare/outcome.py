@@ -67,7 +67,7 @@ class Comparison(NamedTuple):
         """Compare a side's values with the reference's: of the one that is judged, which may be changed."""
         is_forced = opened.is_one_rank  # values of other ranks are not shown, nor tokens replaced
         replaced: Container[Value] = Everything() if is_forced else ()
-        comparer = Comparer(opened.lengths, opened.logits, self.reference, replaced, is_forced=is_forced)
+        comparer = Comparer(opened.lengths, opened.logits, opened.values, self.reference, replaced, is_forced=is_forced)
         opened.answer(comparer)
         lines = opened.lines()
         allowance = allowance_of(opened.side, self.sides, lines, self.bound)
@@ -79,7 +79,7 @@ class Comparison(NamedTuple):
 
         replaced: values that it computes with, in place of its own
         """
-        follower = Follower(opened.lengths, opened.logits, self.reference, replaced)
+        follower = Follower(opened.lengths, opened.logits, opened.values, self.reference, replaced)
         own = opened.answer() if opened.runner.graphs.sizes else None  # CUDA graphs show no values
         answers = opened.answer(follower)
         return Answered(own or answers, compare_outputs(follower.trace, self.reference))

@@ -142,8 +142,8 @@ def group(places: Mapping[str, Place]) -> dict[Place, list[str]]:
 
 
 def keep(found: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Add a value by its names."""
-    found.update(dict.fromkeys(names, value))
+    """Add a value by its names; a copy, as the model may go on to write to it."""
+    found.update(dict.fromkeys(names, value.clone() if torch.is_tensor(value) else None))
 
 
 def hook(model: nn.Module, place: Place, hooks: ExitStack, see: Callable[[Any], Any]) -> None:
@@ -194,7 +194,7 @@ def rows_of(value: Any, num_tokens: int) -> Tensor | None:
 
 
 def keep_common(trace: Trace) -> None:
-    """Drop the values that some steps lack. Their rows are heads, of which there are as many as tokens in other steps."""
+    """Drop the values that some steps lack: their rows are heads, as many as the tokens of other steps."""
     common = set[Value].intersection(*map(set, trace.values.values()))
     for at, values in trace.values.items():
         trace.values[at] = {value: rows for value, rows in values.items() if value in common}

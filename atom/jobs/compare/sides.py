@@ -68,8 +68,7 @@ class Side:
 
     def names(self) -> frozenset[str]:
         """The values that its text names before all passes."""
-        written = self.written()
-        return frozenset(node.name for name in (BODY, HEAD) for node in written.programs[name].fx.nodes)
+        return frozenset(name for _, name in values_of(self.written()))
 
     def formats(self) -> frozenset[str]:
         """The formats that weights and activations are rounded to."""
@@ -110,6 +109,11 @@ class Opened:
         return str(result.name)
 
     @property
+    def values(self) -> frozenset[Value]:
+        """All values of its text."""
+        return values_of(self.compiled.graph)
+
+    @property
     def lengths(self) -> list[int]:
         return list(map(len, self.prompts))
 
@@ -138,6 +142,11 @@ class Opened:
                     raise ConfigError(f"job.{self.side.name}: prompt {number}: {sequence.error}")
                 answers.append(list(sequence.output))
         return answers
+
+
+def values_of(graph: Graph) -> frozenset[Value]:
+    """The inputs and results of the body and the head."""
+    return frozenset((name, node.name) for name in (BODY, HEAD) for node in graph.programs[name].fx.nodes)
 
 
 def load_side(name: str, config: Config, own: str) -> Side:

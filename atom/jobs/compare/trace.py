@@ -34,11 +34,14 @@ class Trace:
     logits: dict[At, Tensor] = field(default_factory=dict)  # fp32[tokens of the step, V]
     answers: list[list[int]] = field(default_factory=list)  # the tokens after each prompt, greedy
 
-    def find(self, at: At, value: Value) -> Tensor | None:
-        """A value of this name, in the same program or in another one that a pass has moved its call from."""
-        values = self.values.get(at, {})
-        others = ((program, value[1]) for program in (BODY, HEAD))
-        return next((values[each] for each in (value, *others) if each in values), None)
+    def find(self, at: At, value: Value, own: Container[Value]) -> Tensor | None:
+        """A value of this name, of the same program or of the one that a pass has moved its call from.
+
+        own: all values of the text that has `value`
+        """
+        values, (program, name) = self.values.get(at, {}), value
+        other = BODY if program == HEAD else HEAD, name
+        return values.get(value, values.get(other) if other not in own else None)
 
 
 class Rows(NamedTuple):

@@ -26,8 +26,8 @@ from atom.passes import PassReport
 from atom.passes.context import PassContext
 from atom.passes.pipeline import PIPELINE
 from atom.passes.select_kernels import select_kernels
+from atom.plugins import PASSES, split_function
 
-PASSES = [each.name for each in fields(PassesConfig) if each.name != "extra"]  # that may be left out
 Kernel = tuple[str, str]  # op, backend
 T = TypeVar("T")
 
@@ -57,18 +57,29 @@ def bisect(kind: str, comparison: Comparison, outcome: Outcome, answered: Answer
 
 
 def by_passes(comparison: Comparison, outcome: Outcome) -> Change | None:
-    """Leave passes out."""
+    """Leave passes out, ours and the user's."""
     config = comparison.tested.config
-    may = [name for name in PASSES if getattr(config.passes, name)]
+    may = [spec.name for spec in fields(config.passes) if getattr(config.passes, spec.name) is True]
+    may += map(name_of_extra, config.passes.extra)
     changing = {name for line in outcome.lines.values() for name in line.passes}
     names = in_order(suspects(outcome, lambda line: line.passes), [name for name in may if name in changing])
 
     def agrees(some: Sequence[str]) -> bool:
-        left_out: dict[str, Any] = dict.fromkeys(some, False)
-        return is_mended(comparison, replace(config, passes=replace(config.passes, **left_out)))
+        return is_mended(comparison, replace(config, passes=without(config.passes, some)))
 
     found = smallest(names, agrees)
-    return None if found is None else Change(list(found), f"without {', '.join(found)}")
+    return None if found is None else Change(list(found), f"without {' and '.join(found)}")
+
+
+def without(passes: PassesConfig, names: Sequence[str]) -> PassesConfig:
+    """The configuration with some passes left out."""
+    left_out: dict[str, Any] = {spec.name: False for spec in fields(passes) if spec.name in names}
+    return replace(passes, **left_out, extra=[each for each in passes.extra if name_of_extra(each) not in names])
+
+
+def name_of_extra(spec: str) -> str:
+    """The name of a user's pass: of module:function@PASS its function's."""
+    return split_function(spec.partition("@")[0], PASSES)[1]
 
 
 def by_kernels(comparison: Comparison, outcome: Outcome, opened: ExitStack) -> Change | None:

@@ -148,7 +148,7 @@ def describe_layers(outcome: Outcome) -> list[dict[str, Any]]:
     counts = Counter[int | str]()
     for value, allowed in outcome.judged.allowed.items():
         layer = outcome.lines[value].layer
-        place = ("head" if value[0] == "head" else "embedding") if layer is None else layer
+        place = layer if layer is not None else "head" if found.keys() - {"embedding"} else "embedding"
         counts[place] += 1
         share = outcome.errors[value].relative / allowed
         if place not in found or share > found[place][0]:

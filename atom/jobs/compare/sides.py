@@ -52,7 +52,7 @@ class Side:
     @contextmanager
     def open(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Iterator[Opened]:
         """Open an engine for prompts, one at a time, and answers of so many tokens. Errors name the side."""
-        with naming(self.name):
+        with naming(f"job.{self.name}"):
             config = fit(self.config, prompts, num_tokens)
             compiled = compile_with(config, RichProgress())
             engine = open_engine(config, RichProgress(), compiled)
@@ -129,19 +129,22 @@ class Opened:
         if watcher is not None:
             self.runner.graphs.clear()
             params = replace(params, prompt_logprobs=0)  # so that the head runs for all tokens of a prompt
-        answers = []
         with self.runner.model.watched(watcher) if watcher else nullcontext():
+            answers = []
             for number, prompt in enumerate(self.prompts):
-                with watcher.prompt(number) if watcher else nullcontext():
-                    self.engine.submit(self.engine.prepare(list(prompt), params))
-                    ended = [
-                        sequence for _ in iter(lambda: self.engine.has_work, False) for sequence in self.engine.step()
-                    ]
-                (sequence,) = ended
-                if sequence.error is not None:
-                    raise ConfigError(f"job.{self.side.name}: prompt {number}: {sequence.error}")
-                answers.append(list(sequence.output))
+                with naming(f"prompt {number}"), watcher.prompt(number) if watcher else nullcontext():
+                    answers.append(self._answer(prompt, params))
         return answers
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        self.engine.submit(self.engine.prepare(list(prompt), params))
+        ended = []
+        while self.engine.has_work:
+            ended += self.engine.step()
+        (sequence,) = ended
+        if sequence.error is not None:
+            raise ConfigError(sequence.error)
+        return list(sequence.output)
 
 
 def values_of(graph: Graph) -> frozenset[Value]:
@@ -151,7 +154,7 @@ def values_of(graph: Graph) -> frozenset[Value]:
 
 def load_side(name: str, config: Config, own: str) -> Side:
     """The side of these overrides, which are added to those of the comparison. ConfigError names the side."""
-    with naming(name):
+    with naming(f"job.{name}"):
         try:
             texts = shlex.split(own)
         except ValueError as error:
@@ -185,10 +188,10 @@ def fit(config: Config, prompts: Sequence[Sequence[int]], num_tokens: int) -> Co
 
 
 @contextmanager
-def naming(side: str) -> Iterator[None]:
-    """Put the side's name before the errors of the users' own making."""
+def naming(what: str) -> Iterator[None]:
+    """Put the name of a side or a prompt before the errors of the users' own making."""
     try:
         yield
     except AtomError as error:
-        error.args = (f"job.{side}: {error}",)
+        error.args = (f"{what}: {error}",)
         raise

@@ -37,7 +37,7 @@ pre {{ margin: .3rem 0 1rem; padding: .6rem .8rem; background: var(--tint); bord
 pre, code, summary code {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }}
 pre .add {{ color: var(--c0) }} pre .gone {{ color: var(--bad) }}
 summary {{ cursor: pointer; padding: .15rem 0 }}
-svg {{ max-width: 100%; height: auto; font: 12px system-ui, sans-serif }}
+svg {{ max-width: 100%; min-width: 38rem; height: auto; font: 12px system-ui, sans-serif }}
 svg text {{ fill: var(--text) }} svg text.quiet {{ fill: var(--quiet) }} svg .grid {{ stroke: var(--line) }}
 svg text.inside {{ fill: var(--ground) }}
 .quiet {{ color: var(--quiet); margin: .2rem 0 }}
@@ -211,37 +211,49 @@ def curves(values: Mapping[str, Sequence[float]], unit: str) -> str:
     return svg(width, height, lines)
 
 
-def log_curves(places: Sequence[str], values: Mapping[str, Sequence[float]], axis: str) -> str:
-    """A curve for each name over places, on a logarithmic scale; zeros and less lie on its floor.
+def log_curve(places: Sequence[str], values: Sequence[float], limits: Sequence[float], axis: str) -> str:
+    """A point for each place on a logarithmic scale, those above their limits in another color, and the limits dashed.
 
-    places: their labels, at each of which every curve has a value
+    places: their labels
     axis: what the places are
     """
-    width, height, left, right, base = 900, 300, 56, 16, 44
-    positive = [each for every in values.values() for each in every if 0 < each < math.inf] or [1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    low, high = (low - 1, high) if low == high else (low, high)
-    across, down = (width - left - right) / max(len(places) - 1, 1), (height - base - 12) / (high - low)
+    width, height, left, right, top, base = 900, 300, 56, 36, 14, 254
+    finite = [each for each in (*values, *limits) if 0 < each < math.inf] or [1.0]
+    low, high = math.floor(math.log10(min(finite))), math.ceil(math.log10(max(finite)))
+    low, high = low - any(each <= 0 for each in values), high + (math.inf in values)  # places of their own for 0 and ∞
+    high = max(high, low + 1)
+    across, down = (width - left - right) / max(len(places) - 1, 1), (base - top) / (high - low)
 
-    def point(at: int, value: float) -> tuple[float, float]:
+    def x_of(at: int) -> float:
+        return left + at * across
+
+    def y_of(value: float) -> float:
         power = low if value <= 0 else high if value == math.inf else math.log10(value)
-        return left + at * across, height - base - (power - low) * down
+        return base - (power - low) * down
 
+    def text(content: str, x: float, y: float, anchor: str) -> str:
+        return f'<text class="quiet" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(content)}</text>'
+
+    def path(points: Sequence[float], style: str) -> str:
+        joined = " ".join(f"{x_of(at):.1f},{y_of(value):.1f}" for at, value in enumerate(points))
+        return f'<polyline points="{joined}" fill="none" {style}/>'
+
+    names = {low: "0"} if min(values, default=1.0) <= 0 else {}
+    names |= {high: "∞"} if math.inf in values else {}
     lines = []
-    for power in range(low, high + 1, -(-(high - low) // 8)):
-        y = point(0, 10.0**power)[1]
+    for power in sorted({*range(low, high + 1, -(-(high - low) // 8)), *names}):
+        y = base - (power - low) * down
         lines.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        lines.append(f'<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
-    for at in range(0, len(places), -(-len(places) // 16)):
-        where = f'x="{point(at, 1)[0]:.1f}" y="{height - base + 18}" text-anchor="middle"'
-        lines.append(f'<text class="quiet" {where}>{html.escape(places[at])}</text>')
-    lines.append(f'<text class="quiet" x="{left}" y="{height - 6}">{html.escape(axis)}</text>')
-    for which, each in enumerate(values.values()):
-        points = [point(at, value) for at, value in enumerate(each)]
-        color = f"var(--c{which % NUM_COLORS})"
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
+        lines.append(text(names.get(power, f"1e{power}"), left - 8, y + 4, "end"))
+    step = -(-len(places) // 16)
+    lines += [text(places[at], x_of(at), base + 18, "middle") for at in range(0, len(places), step)]
+    lines.append(text(axis, (left + width - right) / 2, height - 6, "middle"))
+    lines.append(path(limits, 'stroke="var(--c1)" stroke-width="2" stroke-dasharray="6 4"'))
+    lines.append(path(values, 'stroke="var(--c0)" stroke-width="2"'))
+    for at, (place, value, limit) in enumerate(zip(places, values, limits, strict=True)):
+        color, size = ("var(--c0)", 3) if value <= limit else ("var(--bad)", 5)
+        title = f"<title>{html.escape(place)}: {value:.2g}, allowed {limit:.2g}</title>"
+        lines.append(f'<circle cx="{x_of(at):.1f}" cy="{y_of(value):.1f}" r="{size}" fill="{color}">{title}</circle>')
     return svg(width, height, lines)
 
 

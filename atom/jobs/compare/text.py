@@ -55,11 +55,18 @@ def first_finding(result: dict[str, Any]) -> Iterator[str]:
     yield f"    line {first['line']}: {first['text']}"
     if first["passes"]:
         yield f"    made or changed by {', '.join(first['passes'])}"
-    since = first["since"][:-1]
-    if since:
+    calls = before(first)
+    if calls:
         yield "    or one of the calls before it, whose results were not compared:"
-    for line in since[-NUM_SINCE:]:
+    for line in calls[-NUM_SINCE:]:
         yield f"    line {line['line']}: {line['text']}"
+
+
+def before(finding: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls since the compared values before a value, each once, without its own."""
+    calls = {line["line"]: line for line in finding["since"]}
+    calls.pop(finding["line"], None)
+    return list(calls.values())
 
 
 def other_findings(result: dict[str, Any]) -> Iterator[str]:
@@ -72,13 +79,18 @@ def other_findings(result: dict[str, Any]) -> Iterator[str]:
 def where(finding: dict[str, Any]) -> str:
     """Where a value is off the most, and by how much."""
     layer = "" if finding["layer"] is None else f" of layer {finding['layer']}"
-    step = f"token {finding['token']}" if finding["step"] == 0 else f"decode {finding['step']}"
-    at = f"{step} of prompt {finding['prompt']}"
+    at = place_of(finding)
     if finding["is_choice"]:
         off = f"differs for {finding['error']:.1%} of the tokens, first at {at}, allowed {finding['allowed']:.0%}"
     else:
         off = f"off by {finding['error']:.2g} at {at}, allowed {finding['allowed']:.2g}"
     return f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: {off}"
+
+
+def place_of(finding: dict[str, Any]) -> str:
+    """The token that a value is off the most at."""
+    step = f"token {finding['token']}" if finding["step"] == 0 else f"decode {finding['step']}"
+    return f"{step} of prompt {finding['prompt']}"
 
 
 def layer_table(result: dict[str, Any]) -> Any:

@@ -110,10 +110,10 @@ def test_what_the_file_assumes_is_held(nanochat: tuple[Path, Any]):
         load([f"checkpoint={folder}/checkpoint"], config_dirs=[str(folder / "conf")])
 
 
-def test_the_command_of_the_page_runs_models_that_a_plain_run_leaves_out():
+def test_the_command_for_one_model_runs_those_that_a_plain_run_leaves_out():
     root = DOC.parents[1]
     (of_script,) = re.findall(r'\n  (-m ".*") "\$@"\n', (root / "scripts" / "test").read_text())
-    (of_page,) = re.findall(r"\n    scripts/test (.* NAME)\n", DOC.read_text())
+    (of_page,) = re.findall(r"`scripts/test (.* NAME)`", (root / "CONTRIBUTING.md").read_text())
     pytest = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-q", "--collect-only"]
     words = shlex.split(f"{of_script} {of_page.replace('NAME', 'each_model_file')}")
     out = subprocess.run([*pytest, *words], cwd=root, capture_output=True, text=True, check=True).stdout

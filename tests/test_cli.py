@@ -442,13 +442,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, chat, compile, explain, generate, profile, recipe, serve\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, chat, compare, compile, explain, generate, profile, recipe, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=bench job=cache job=chat job=compile job=explain job=generate job=profile job=recipe job=serve"),
+        ("job=", "job=bench job=cache job=chat job=compare job=compile job=explain job=generate job=profile job=recipe job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}
@@ -473,7 +473,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "passes.", "advanced.")
-    set_by_load = {"job.kind", "hf", "generation", "overrides", "draft"}
+    set_by_load = {"job.kind", "hf", "generation", "overrides", "config_dirs", "draft"}
     own = {key for key in keys(Config) if not key.startswith(elsewhere)} - set_by_load
     assert own <= listed and "generation" not in listed
     assert not [each for each in listed if each.startswith(elsewhere)], "what hardly anyone sets"

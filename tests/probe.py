@@ -2,11 +2,17 @@
 
 engine = open_engine("qwen3", level=3)
 logits_of(engine, tokens)              # [T, V] at every position, in the chunks that the scheduler makes
+assert_logits(engine, tokens, model)   # they are those of transformers; if not, the line that parts is named
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import tiny
 import torch
+from law import assert_same_logits
+from parting import naming_line
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.step.cuda_graphs import Started
@@ -44,3 +50,9 @@ def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
 def start(runner: Runner, step: StepInput) -> Started:
     """A step's tokens through the model, captured where it is; nothing is drawn."""
     return runner.graphs.start(step) or runner._start(step)
+
+
+def assert_logits(engine: LLMEngine, tokens: list[int], model: Any) -> None:
+    """The logits at every position are those of a model of transformers, under the law of numbers."""
+    with naming_line(engine.config, model, tokens):
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from parting import naming_line
 
 from atom import LLMEngine, SamplingParams
 from atom.cli import main
@@ -53,7 +54,9 @@ def test_the_worked_example_gives_the_tokens_of_transformers(
     )
     prompt = tiny.prompt(40)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-    tiny.assert_greedy(answer, prompt, model)
+    with naming_line(engine.config, model, prompt):
+        tiny.assert_greedy(answer, prompt, model)
+    engine.close()
 
 
 @pytest.fixture
@@ -96,8 +99,9 @@ def test_a_file_and_two_edited_lines_give_the_tokens_of_transformers(nanochat: t
     engine = LLMEngine(**options, kv_cache_memory=1 << 22, **{"job.graph": str(folder / "mine.py")})
     prompt = tiny.prompt(40)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    with naming_line(engine.config, model, prompt):
+        tiny.assert_greedy(answer, prompt, model)
     engine.close()
-    tiny.assert_greedy(answer, prompt, model)
 
 
 def test_what_the_file_assumes_is_held(nanochat: tuple[Path, Any]):

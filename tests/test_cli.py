@@ -448,7 +448,10 @@ def test_an_error_of_hydra_is_one_line_too():
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=bench job=cache job=chat job=compare job=compile job=explain job=generate job=profile job=recipe job=serve"),
+        (
+            "job=",
+            "job=bench job=cache job=chat job=compare job=compile job=explain job=generate job=profile job=recipe job=serve",
+        ),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}

@@ -15,8 +15,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine, SamplingParams
@@ -63,7 +62,7 @@ def test_experts_that_no_token_chose_are_not_read(
 
     tokens = tiny.prompt(40)
     engine = opened(changed(folder, tmp_path / "spoiled", spoil), level=level)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert_logits(engine, tokens, tiny.reference(folder))
     (answer,) = engine.generate([tokens], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     tiny.assert_greedy(answer, tokens, tiny.reference(folder))
     engine.close()
@@ -80,7 +79,7 @@ def test_the_layer_that_predicts_further_tokens_is_known_and_left_out(
 
     tokens = tiny.prompt(20)
     engine = opened(changed(checkpoints("deepseek_v3"), tmp_path / "mtp", add))
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(references("deepseek_v3"), tokens))
+    assert_logits(engine, tokens, references("deepseek_v3"))
     engine.close()
     with pytest.raises(CheckpointError, match=r"does not use tensor model\.layers\.3\.eh_proj\.weight \(and 1 more\)"):
         opened(changed(checkpoints("deepseek_v3"), tmp_path / "none", add, num_nextn_predict_layers=0))

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 
 from atom import LLMEngine, SamplingParams, plugins
 from atom.compiler import compile_graph
@@ -69,7 +68,7 @@ def test_a_pass_of_a_user_runs_with_an_op_of_its_own(
     plain = tiny.logits(model, tokens)
     for layer in model.model.layers:
         layer.mlp.act_fn = Clipped()
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert_logits(engine, tokens, model)
     assert not torch.allclose(plain, tiny.logits(model, tokens), rtol=1e-2)
     engine.close()
 
@@ -181,7 +180,7 @@ def test_a_backend_of_a_package_comes_ahead_of_ours(
         model=str(folder), level=level, dtype="fp32", kv_cache_memory=1 << 22, cache=str(tmp_path / "cache")
     )
     tokens = tiny.prompt(20)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert_logits(engine, tokens, tiny.reference(folder))
     assert (tmp_path / "asked").exists()
     engine.close()
 
@@ -275,7 +274,7 @@ def test_the_numbers_are_the_same_without_any_fusion(checkpoints: Any) -> None:
     off = {f"passes.{name}": False for name in names}
     folder = checkpoints("qwen3")
     engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, **off)
-    assert_same_logits(logits_of(engine, tiny.prompt(20)), tiny.logits(tiny.reference(folder), tiny.prompt(20)))
+    assert_logits(engine, tiny.prompt(20), tiny.reference(folder))
     engine.close()
 
 

@@ -20,8 +20,9 @@ import serving
 import tiny
 import torch
 import transformers
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from parting import naming_line
+from probe import assert_logits, logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import embedded
@@ -61,10 +62,11 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
 def test_logits_at_every_position_and_24_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert_logits(engine, tokens, model)
     assert engine.metrics.scheduler.num_chunks > 0
     prompt = tiny.prompt(40, seed=1)
-    assert_greedy(engine.generate([prompt], GREEDY), [prompt], model)
+    with naming_line(engine.config, model, prompt):
+        assert_greedy(engine.generate([prompt], GREEDY), [prompt], model)
 
 
 def test_the_tokens_are_those_that_transformers_generates(open_engine: Open, references: Any):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from probe import assert_logits, logits_of
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
@@ -75,7 +75,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngi
 
 def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
     tokens = tiny.prompt(60)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+    assert_logits(engine, tokens, reference)
     (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     tiny.assert_greedy(answer, tokens[:20], reference)
 
@@ -91,7 +91,7 @@ def test_experts_of_a_layer_may_be_plain_and_exceptions_unsaid(checkpoint: Path,
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine, tokens = LLMEngine(model=str(tmp_path), dtype="fp32", level=1, kv_cache_memory=1 << 22), tiny.prompt(40)
     try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        assert_logits(engine, tokens, reference)
     finally:
         engine.close()
 

@@ -27,8 +27,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
@@ -299,7 +298,7 @@ def assert_same_as(plain: Path, packed: Path, level: int, **options: Any) -> Non
     """The logits of a packed checkpoint are those of the plain one."""
     engine, tokens = open_engine(packed, level, **options), tiny.prompt(20)
     try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
+        assert_logits(engine, tokens, tiny.reference(plain))
     finally:
         engine.close()
 
@@ -329,7 +328,7 @@ def test_tokens_and_logits_are_those_of_the_weights_unpacked(
     reference, tokens = tiny.reference(plain), tiny.prompt(40)
     engine = open_engine(packed, level)
     try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        assert_logits(engine, tokens, reference)
         (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         tiny.assert_greedy(answer, tokens[:20], reference)
     finally:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from probe import assert_logits, logits_of
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,7 +76,7 @@ def all_threads() -> Iterator[None]:
 def test_logits_at_every_position(engine: LLMEngine, reference: Any):
     for prompt in PROMPTS[::3]:
         tokens = engine._engine.vocabulary.tokenize(prompt)
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        assert_logits(engine, tokens, reference)
 
 
 @pytest.mark.slow
@@ -186,5 +186,5 @@ def test_experts_that_are_all_its_mlp_give_the_same_tokens(moe_checkpoint: Path,
     mixture = LLMEngine(model=str(moe_checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 28, max_model_len=1024)
     for prompt, answer in zip(prompts, mixture.generate(prompts, params), strict=True):
         tiny.assert_greedy(answer, prompt, shallow)
-        assert_same_logits(logits_of(mixture, prompt), tiny.logits(shallow, prompt))
+        assert_logits(mixture, prompt, shallow)
     mixture.close()

@@ -12,7 +12,7 @@ import tiny
 import torch
 import yaml
 from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits, logits_of
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine
@@ -50,7 +50,7 @@ def test_a_file_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> N
     path = gguf_files.convert(folder, tmp_path / "tiny.gguf", **options)
     engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
     tokens = tiny.prompt(40)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert_logits(engine, tokens, tiny.reference(folder))
     engine.close()
 
 

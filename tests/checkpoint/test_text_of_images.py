@@ -9,8 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine
@@ -78,7 +77,7 @@ def test_the_text_half_gives_the_logits_of_the_whole(
     engine = LLMEngine.from_config(load([f"checkpoint={tmp_path}", *fields]))
     assert f"{tmp_path} also reads images; here only its text model runs" in capsys.readouterr().err
     tokens = tiny.prompt(24)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert_logits(engine, tokens, model)
     engine.close()
 
 

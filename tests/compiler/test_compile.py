@@ -19,8 +19,7 @@ from typing import IO, Any
 
 import pytest
 import tiny
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits, logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.cache import Cache, key_of
@@ -118,7 +117,7 @@ def assert_numbers_of_transformers(name: str, cache: Path, checkpoints: Any, ref
     fields = {"dtype": "fp32", "level": 2, "kv_cache_memory": 1 << 22, "cache": str(cache)}
     engine = LLMEngine(model=str(checkpoints(name)), max_num_batched_tokens=64, **fields)
     tokens = tiny.prompt(100)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(references(name), tokens))
+    assert_logits(engine, tokens, references(name))
     prompts = [tiny.prompt(length, seed=length) for length in (1, 17, 40)]
     for prompt, answer in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         tiny.assert_greedy(answer, prompt, references(name))

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits, logits_of
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
@@ -119,7 +119,7 @@ def test_a_stored_head_that_equals_the_embedding_stays_tied(
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     capfd.readouterr()
     engine = open_on(folder)
-    assert_same_logits(logits_of(engine, TOKENS), tiny.logits(model, TOKENS))
+    assert_logits(engine, TOKENS, model)
     engine.close()
     assert "ties" not in capfd.readouterr().err
     assert text_of(folder) == text_of(plain)
@@ -178,7 +178,7 @@ def test_a_packed_head_is_used(tmp_path: Path) -> None:
 def test_an_override_decides_whatever_is_stored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plain, folder = tiny.save("llama_tied", tmp_path / "plain"), save("llama_tied", tmp_path / "other", add_other)
     tied = LLMEngine.from_config(load([f"checkpoint={folder}", "dtype=fp32", "level=1", "model.tied=true"]))
-    assert_same_logits(logits_of(tied, TOKENS), tiny.logits(tiny.reference(plain), TOKENS))
+    assert_logits(tied, TOKENS, tiny.reference(plain))
     tied.close()
     assert "ties" not in capfd.readouterr().err
 

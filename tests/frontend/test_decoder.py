@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
+from parting import naming_line
 from transformers import AutoModelForCausalLM
 
 from atom import weights
@@ -52,4 +53,5 @@ def assert_same_as_transformers(config: Config, model: Any) -> None:
     tokens = torch.tensor(tiny.prompt(70))
     hidden = interpret(graph, "body", {"tokens": tokens, "positions": torch.arange(70)}, tensors.__getitem__)
     logits = interpret(graph, "head", {"hidden": hidden}, tensors.__getitem__)
-    assert_same_logits(logits, tiny.logits(model, tokens.tolist()))
+    with naming_line(load([*config.overrides, "level=0"]), model, tokens.tolist()):
+        assert_same_logits(logits, tiny.logits(model, tokens.tolist()))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 
 from atom import LLMEngine
 from atom.config.load import load
@@ -25,7 +24,7 @@ def test_layers_have_the_mlps_that_a_checkpoint_lists(variant: str, tmp_path: Pa
     config.pop("first_k_dense_replace", None)  # glm4_moe_lite has none
     (folder / "config.json").write_text(json.dumps(config))
     engine = LLMEngine(model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert_logits(engine, tokens, tiny.reference(folder))
     engine.close()
 
 

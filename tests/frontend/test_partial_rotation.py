@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 
 from atom import LLMEngine
 
@@ -29,7 +28,7 @@ def test_a_partial_rotary_factor_counts_where_transformers_reads_it(
     folder, tokens = tmp_path / "checkpoint", tiny.prompt(40)
     tiny.save_changed(variant, folder, hidden_size=64, head_dim=16, rope_parameters=ROPE, rotary_dim=8)
     engine = LLMEngine(model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert_logits(engine, tokens, tiny.reference(folder))
     engine.close()
     printed = capsys.readouterr().err
     assert (UNREAD.format(variant) in printed, "partial_rotary_factor" in printed) == (not is_read, not is_read)

@@ -9,8 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from law import assert_same_logits
-from probe import logits_of
+from probe import assert_logits
 
 from atom import LLMEngine
 
@@ -38,5 +37,5 @@ def test_the_logits_are_those_of_transformers(family: str, changes: dict[str, An
     model.save_pretrained(tmp_path)
     engine = LLMEngine(model=str(tmp_path), level=level, dtype="fp32", kv_cache_memory=1 << 22)
     tokens = tiny.prompt(30)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert_logits(engine, tokens, model)
     engine.close()

@@ -420,7 +420,7 @@ class JobConfig:
     save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
-    graph: str | None = of("serve generate chat explain compile bench profile compare", None)  # run this saved text instead
+    graph: str | None = of("serve generate chat explain compile bench profile compare", None)  # run this text instead
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     a: str = of("compare", "")  # overrides of the first side, added to the others

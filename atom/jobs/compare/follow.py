@@ -11,6 +11,7 @@ What is replaced goes on with the reference's value, so that later errors are th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,10 +26,11 @@ Pair = tuple[Tensor, Tensor]  # ours, the reference's, of one shape
 
 
 class Error(NamedTuple):
-    """How far a value is off at the token where it is off the most."""
+    """How far a value is off; of choices the share of the tokens that differ, both times."""
 
-    relative: float  # max |a - b| / max |b| of the token; of choices the share of the tokens that differ
-    prompt: int
+    relative: float  # max |a - b| / max |b| of the token where it is off the most
+    norm: float  # |a - b| / |b| of all tokens together, by the norm
+    prompt: int  # of that token
     step: int
     token: int  # of the step
 
@@ -43,7 +45,8 @@ class Choices:
 
     @property
     def error(self) -> Error:
-        return Error(self.num_differing / self.num_tokens, *self.first)
+        share = self.num_differing / self.num_tokens
+        return Error(share, share, *self.first)
 
 
 class Follower(Recorder):
@@ -130,6 +133,7 @@ class Comparer(Follower):
     ) -> None:
         super().__init__(lengths, logits, own, reference, replaced, is_forced=is_forced)
         self.errors: dict[Value, Error] = {}
+        self._squares: dict[Value, Tensor] = {}  # fp64[2]: summed up, of the differences and of the reference
         self.choices: dict[Value, Choices] = {}
         self._differing = torch.zeros(0, dtype=torch.bool)  # tokens of the step that go on with other experts
 
@@ -151,8 +155,9 @@ class Comparer(Follower):
                 self._differing[rows.tokens] = differing
         for name, (ours, theirs) in compared.items():
             is_of_experts = chosen is not None and ours.shape == pairs[chosen][0].shape
-            errors = relative_errors(ours, theirs)
-            self._note((program, name), errors.masked_fill(differing if is_of_experts else skipped, 0.0), rows)
+            left_out = differing if is_of_experts else skipped
+            self._add_squares((program, name), ours[~left_out], theirs[~left_out])
+            self._note((program, name), relative_errors(ours, theirs).masked_fill(left_out, 0.0), rows)
         super().follow(program, pairs, rows)
 
     def _count(self, value: Value, differing: Tensor, rows: Rows) -> None:
@@ -163,11 +168,20 @@ class Comparer(Follower):
         choices.num_differing += int(differing.sum())
         self.errors[value] = choices.error
 
+    def _add_squares(self, value: Value, ours: Tensor, reference: Tensor) -> None:
+        a, b = ours.double(), reference.double()
+        difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
+        squares = torch.stack([difference.square().sum(), b.square().sum()])
+        self._squares[value] = self._squares.get(value, torch.zeros_like(squares)) + squares
+
     def _note(self, value: Value, errors: Tensor, rows: Rows) -> None:
         worst = int(errors.argmax())
-        found = Error(float(errors[worst]), *self.at, rows.first + worst)
-        if found.relative >= self.errors.setdefault(value, found).relative:
-            self.errors[value] = found
+        difference, size = self._squares[value].tolist()
+        norm = 0.0 if difference == 0 else math.sqrt(difference / size) if 0 < size < math.inf else math.inf
+        found = Error(float(errors[worst]), norm, *self.at, rows.first + worst)
+        if found.relative < (before := self.errors.get(value, found)).relative:
+            found = before._replace(norm=norm)
+        self.errors[value] = found
 
 
 class Everything:

@@ -13,6 +13,7 @@ first side, or `transformers`. The exit code is 1 if a value is off by more than
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -39,12 +40,24 @@ def run(config: Config) -> int:
     result = compare(config)
     match config.job.output:
         case "json":
-            print(json.dumps(result))
+            print(json.dumps(finite(result), allow_nan=False))
         case "html":
             print(make_page(result))
         case _:
             print_result(result)
     return 0 if result["agree"] else 1
+
+
+def finite(result: Any) -> Any:
+    """A result with null for numbers that JSON does not have."""
+    match result:
+        case dict():
+            return {key: finite(each) for key, each in result.items()}
+        case list() | tuple():
+            return list(map(finite, result))
+        case float():
+            return result if math.isfinite(result) else None
+    return result
 
 
 def compare(config: Config) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Judge how far two runs are apart: what each value may be off by, what is beyond, and how far the outputs are.
 
-Values are held to the law of numbers (CONTRIBUTING.md): in float32, 1e-4 of the token's largest number. In other dtypes
-and formats a value may be off by what the roundings of the few calls since the last value come to.
+Values are held to the law of numbers (CONTRIBUTING.md): in float32, 1e-4 of the token's largest number. In 16 bits a
+value may be off by what the roundings of the few calls since the last value come to. Formats of fewer bits are held to
+the norm over all tokens, as a token whose sums cancel out may be off by any amount.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from atom.jobs.compare.trace import Trace, Value
 
 BY_DTYPE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2}  # the error allowed of a value
 CHOICES = {"fp32": 0.01, "fp16": 0.1, "bf16": 0.25}  # share of the tokens for which a router's best may nearly tie
-BY_BITS = {8: 0.1, 6: 0.15, 5: 0.2, 4: 0.35, 3: 0.5, 2: 0.7}  # after a matmul by weights or rows of so many bits
+BY_BITS = {8: 0.08, 6: 0.08, 5: 0.15, 4: 0.3, 3: 0.5, 2: 0.8}  # of the norm, after a matmul in so many bits
+
+
+class Held(NamedTuple):
+    """A value's error and what it may be."""
+
+    error: float
+    allowed: float
+    measure: str  # token: relative, where it is off the most; norm: over all tokens; choices: share of the tokens
+
+    @property
+    def is_within(self) -> bool:
+        return self.error <= self.allowed
 
 
 class Allowance(NamedTuple):
@@ -29,16 +42,17 @@ class Allowance(NamedTuple):
     dtypes: frozenset[str]  # that the sides compute in
     formats: frozenset[str]  # that only one side rounds to, or that activations are rounded to
 
-    def of(self, formats: frozenset[str]) -> float:
-        """Of a value that calls with these formats have computed."""
+    def hold(self, error: Error, formats: frozenset[str]) -> Held:
+        """The error of a value that calls with these formats have computed."""
         if self.bound is not None:
-            return self.bound
-        return max(BY_DTYPE[self.dtype], *(BY_BITS[bits_of(fmt)] for fmt in formats & self.formats), 0.0)
+            return Held(error.relative, self.bound, "token")
+        if bits := [bits_of(fmt) for fmt in formats & self.formats]:
+            return Held(error.norm, BY_BITS[min(bits)], "norm")
+        return Held(error.relative, BY_DTYPE[self.dtype], "token")
 
-    @property
-    def of_choices(self) -> float:
-        """The share of the tokens for which a router may choose other experts."""
-        return CHOICES["bf16" if self.formats else self.dtype]
+    def hold_choices(self, error: Error) -> Held:
+        """The share of the tokens for which a router chooses other experts."""
+        return Held(error.relative, CHOICES["bf16" if self.formats else self.dtype], "choices")
 
     @property
     def dtype(self) -> str:
@@ -50,15 +64,14 @@ class Finding(NamedTuple):
     """A value that is off by more than it may be."""
 
     value: Value
-    error: Error
-    allowed: float
+    held: Held
+    at: Error
     line: Line
     since: list[Line]  # the calls since the values before it that were compared, its own last
-    is_choice: bool  # of a router, whose error is the share of the tokens that differ
 
 
 class Judged(NamedTuple):
-    allowed: dict[Value, float]  # of the values that were compared, in the order of the text
+    values: dict[Value, Held]  # that were compared, in the order of the text
     findings: list[Finding]  # likewise
 
 
@@ -86,16 +99,16 @@ def judge(
     choices: those that are choices of routers
     lines, graph: of the text that is judged
     """
-    allowed, findings = dict[Value, float](), list[Finding]()
+    values, findings = dict[Value, Held](), list[Finding]()
     for value, line in lines.items():
         if (error := errors.get(value)) is None:
             continue
         since = list({(each[0], lines[each].number): lines[each] for each in between(graph, value, errors)}.values())
         formats = frozenset(fmt for each in since for fmt in each.formats)
-        allowed[value] = allowance.of_choices if value in choices else allowance.of(formats)
-        if not error.relative <= allowed[value]:
-            findings.append(Finding(value, error, allowed[value], line, since, value in choices))
-    return Judged(allowed, findings)
+        values[value] = allowance.hold_choices(error) if value in choices else allowance.hold(error, formats)
+        if not values[value].is_within:
+            findings.append(Finding(value, values[value], error, line, since))
+    return Judged(values, findings)
 
 
 def bits_of(fmt: str) -> int:
@@ -110,7 +123,8 @@ def compare_outputs(trace: Trace, reference: Trace) -> Outputs:
     ours, theirs = (torch.cat([each.logits[at] for at in shared]) for each in (trace, reference))
     errors = relative_errors(ours, theirs)
     log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).nansum(-1).clamp(min=0)
+    p = log_p.exp()
+    kl = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Outputs(len(ours), *(float(each) for each in (errors.max(), errors.mean(), agreement, kl.mean(), kl.max())))
 

@@ -103,8 +103,8 @@ def describe(comparison: Comparison, outcome: Outcome, answered: Answered) -> di
         "sides": {"a": sides[0].shown, "b": sides[1].shown if len(sides) > 1 else "transformers, float32"},
         "judged": sides[-1].name,
         "synchronized": outcome.is_synchronized,
-        "values": len(outcome.judged.allowed),
-        "lines": len({(program, outcome.lines[program, name].number) for program, name in outcome.judged.allowed}),
+        "values": len(outcome.judged.values),
+        "lines": len({(program, outcome.lines[program, name].number) for program, name in outcome.judged.values}),
         "findings": list(map(describe_finding, findings)),
         "layers": describe_layers(outcome),
         "choices": describe_choices(outcome),
@@ -121,13 +121,11 @@ def describe_finding(finding: Finding) -> dict[str, Any]:
     return {
         "value": name,
         "program": program,
-        "is_choice": finding.is_choice,
         **describe_line(finding.line),
-        "error": finding.error.relative,
-        "allowed": finding.allowed,
-        "prompt": finding.error.prompt,
-        "step": finding.error.step,
-        "token": finding.error.token,
+        **finding.held._asdict(),
+        "prompt": finding.at.prompt,
+        "step": finding.at.step,
+        "token": finding.at.token,
         "since": list(map(describe_line, finding.since)),
     }
 
@@ -146,11 +144,11 @@ def describe_layers(outcome: Outcome) -> list[dict[str, Any]]:
     """The value of each layer that is off the most, against what it may be."""
     found: dict[int | str, tuple[float, Value]] = {}
     counts = Counter[int | str]()
-    for value, allowed in outcome.judged.allowed.items():
+    for value, held in outcome.judged.values.items():
         layer = outcome.lines[value].layer
         place = layer if layer is not None else "head" if found.keys() - {"embedding"} else "embedding"
         counts[place] += 1
-        share = outcome.errors[value].relative / allowed
+        share = held.error / held.allowed
         if place not in found or share > found[place][0]:
             found[place] = share, value
     return [
@@ -159,8 +157,7 @@ def describe_layers(outcome: Outcome) -> list[dict[str, Any]]:
             "values": counts[place],
             "value": value[1],
             "line": outcome.lines[value].number,
-            "error": outcome.errors[value].relative,
-            "allowed": outcome.judged.allowed[value],
+            **outcome.judged.values[value]._asdict(),
         }
         for place, (_, value) in found.items()
     ]

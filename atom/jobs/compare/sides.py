@@ -162,7 +162,10 @@ def load_side(name: str, config: Config, own: str) -> Side:
         if wrong := [each for each in texts if not is_shared(each)]:
             raise ConfigError(f"{wrong[0]} is of the comparison, not of a side; write it outside of job.{name}")
         shared = [each for each in config.overrides if is_shared(each)]
-        return Side(name, load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is")
+        loaded, shown = load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is"
+        if loaded.level is None:  # compiled pieces show only their results
+            return Side(name, replace(loaded, level=1), f"{shown}, level 1")
+        return Side(name, loaded, shown)
 
 
 def is_shared(override: str) -> bool:

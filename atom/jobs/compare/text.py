@@ -80,10 +80,13 @@ def where(finding: dict[str, Any]) -> str:
     """Where a value is off the most, and by how much."""
     layer = "" if finding["layer"] is None else f" of layer {finding['layer']}"
     at = place_of(finding)
-    if finding["is_choice"]:
-        off = f"differs for {finding['error']:.1%} of the tokens, first at {at}, allowed {finding['allowed']:.0%}"
-    else:
-        off = f"off by {finding['error']:.2g} at {at}, allowed {finding['allowed']:.2g}"
+    match finding["measure"]:
+        case "choices":
+            off = f"differs for {finding['error']:.1%} of the tokens, first at {at}, allowed {finding['allowed']:.0%}"
+        case "norm":
+            off = f"off by {finding['error']:.2g} over all tokens, the most at {at}, allowed {finding['allowed']:.2g}"
+        case _:
+            off = f"off by {finding['error']:.2g} at {at}, allowed {finding['allowed']:.2g}"
     return f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: {off}"
 
 

@@ -131,7 +131,7 @@ def test_a_router_that_chooses_from_too_many_groups(checkpoints: Any, compared: 
     call = f'W("model.layers.1.mlp.gate.e_score_correction_bias", fp32[16]){rule}'
     result = compared(folder, REFERENCE, edit_text(folder, tmp_path, (f"{call}2", f"{call}3")))
     assert first(result) == ("ids", 1)
-    assert result["findings"][0]["is_choice"]
+    assert result["findings"][0]["measure"] == "choices"
     (choice,) = (each for each in result["choices"] if each["layer"] == 1)
     assert 0 < choice["differing"] == round(result["findings"][0]["error"] * choice["tokens"])
     assert [finding["value"] for finding in result["findings"]] == ["ids"]

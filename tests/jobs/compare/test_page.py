@@ -24,7 +24,16 @@ def result(errors: list[float], findings: int = 0, *, text: str = CALL) -> dict[
     places = ["embedding", *range(len(errors) - 2), "head"]
     finding = {
         **line(31, text),
-        **{"value": "m_1", "program": "body", "error": 3.0, "allowed": 1e-4, "prompt": 3, "step": 0, "token": 7},
+        **{
+            "value": "m_1",
+            "program": "body",
+            "error": 3.0,
+            "allowed": 1e-4,
+            "measure": "token",
+            "prompt": 3,
+            "step": 0,
+            "token": 7,
+        },
         "since": [line(30, "w, ids = router(h)"), line(30, "w, ids = router(h)"), line(31, text)],
     }
     return {
@@ -36,9 +45,10 @@ def result(errors: list[float], findings: int = 0, *, text: str = CALL) -> dict[
         "lines": 40,
         "findings": [finding] * findings,
         "layers": [
-            {"layer": place, "values": 3, "value": "m", "line": 9, "error": error, "allowed": 1e-4}
+            {"layer": place, "values": 3, "value": "m", "line": 9, "error": error, "allowed": 1e-4, "measure": "token"}
             for place, error in zip(places, errors, strict=True)
         ],
+        "choices": [],
         "outputs": {"num": 9, "error": 0.1, "mean_error": 0.01, "agreement": 1.0, "kl": 0.0, "max_kl": 0.0},
         "prompts": [{"tokens": 5, "answer": [1, 2], "expected": [1, 2], "difference": None}],
     }

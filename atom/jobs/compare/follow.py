@@ -1,4 +1,4 @@
-"""Compare the values of a run with a reference's, and put the reference's in their place.
+"""Compare the values of a run with a reference's, and replace them with these.
 
 comparer = Comparer(lengths, "logits", own, reference, Everything(), is_forced=True)
 with comparer.prompt(0), model.watched(comparer):

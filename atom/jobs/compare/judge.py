@@ -1,4 +1,4 @@
-"""Judge how far two runs are apart: what each value may be off by, what is beyond, and how far the outputs are.
+"""Judge how far two runs are apart, value by value and in their outputs.
 
 Values are held to the law of numbers (CONTRIBUTING.md): in float32, 1e-4 of the token's largest number. In 16 bits a
 value may be off by what the roundings of the few calls since the last value come to. Formats of fewer bits are held to
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
 class Judged(NamedTuple):
     values: dict[Value, Held]  # that were compared, in the order of the text
-    findings: list[Finding]  # likewise
+    findings: list[Finding]  # in the same order
 
 
 class Outputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""The lines of a text by the values that they compute: number, layer, kernel, and which passes have changed them."""
+"""The lines of a text by the values that they compute."""
 
 from __future__ import annotations
 

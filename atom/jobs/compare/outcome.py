@@ -1,4 +1,4 @@
-"""Run the side that is judged against a reference, and describe what came of it.
+"""Measure the side that is judged against a reference, and describe the result.
 
 outcome = Comparison(sides, reference, prompts, bound=None).measure(side)
 outcome.judged.findings[0]               # the first line that parts

@@ -1,4 +1,4 @@
-"""One side of a comparison: a configuration, its text, and an engine whose values can be watched.
+"""One side of a comparison: its configuration, its text and its engine.
 
 side = load_side("a", config, "level=0")
 with side.open(prompts, num_tokens=8) as opened:

@@ -1,4 +1,4 @@
-"""Record the values of a run by name, or compare those of a second run with them.
+"""Record the values of a run by name.
 
 recorder = Recorder([len(prompt) for prompt in prompts], names, logits="logits")
 with recorder.prompt(0), model.watched(recorder):

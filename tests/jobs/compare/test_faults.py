@@ -119,6 +119,18 @@ def test_an_fp8_scale_off_by_a_power_of_two(compared: Compared, tmp_path: Path):
     assert "model.layers.2.mlp.up_proj.weight" in lines(result)[-1]
 
 
+def test_a_format_s_own_rounding_is_no_fault_and_a_scale_off_by_a_power_of_two_is(compared: Compared, tmp_path: Path):
+    """Against the plain weights that were packed, where a norm over all tokens is what counts."""
+    plain = tiny.save("llama", tmp_path)
+    packed = pack(plain, LAYOUTS["FP8_DYNAMIC"], tmp_path / "packed")
+    assert compared(plain, f"job.b=checkpoint={packed}")["agree"]
+    name = "model.layers.2.mlp.up_proj.weight_scale"
+    edited = edit_weight(packed, tmp_path, name, lambda scale: scale * 2)
+    result = compared(plain, f"job.b=checkpoint={edited}")
+    assert first(result) == ("up_2", 2)
+    assert result["findings"][0]["measure"] == "norm"
+
+
 def test_a_tied_head_that_should_not_be(checkpoints: Any, compared: Compared):
     result = compared(checkpoints("llama"), REFERENCE, "model.tied=true")
     assert first(result) == ("logits", None)

@@ -13,6 +13,8 @@ import pytest
 import tiny
 
 from atom.cli import main
+from atom.jobs.compare.sides import load_side
+from atom.jobs.start import load_job
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "glm")
 WINDOWED_BY_LENGTH = {"phi3_longrope_long"}  # transformers chooses its angles by the tokens so far, atom by the maximum
@@ -58,6 +60,12 @@ def test_level_2_agrees_with_level_0(checkpoints: Any, compared: Any, name: str,
 @pytest.mark.parametrize("name", sorted(tiny.VARIANTS.keys() - WINDOWED_BY_LENGTH - tiny.PUBLISHED.keys()))
 def test_each_variant_agrees_with_transformers(checkpoints: Any, compared: Any, name: str):
     assert compared(checkpoints(name), "job.b=transformers")["agree"]
+
+
+def test_a_side_without_a_level_runs_at_1(checkpoints: Any):
+    config = load_job(["job=compare", "job.b=transformers", f"checkpoint={checkpoints('llama')}"])
+    sides = [load_side("b", config, own) for own in ("", "level=2")]
+    assert [(side.config.level, side.shown) for side in sides] == [(1, "as it is, level 1"), (2, "level=2")]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -114,7 +122,7 @@ def test_json_has_one_object(run: Any):
     assert result["sides"] == {"a": "as it is", "b": "model.norm.eps=1e-3"}
     assert [each["layer"] for each in result["layers"]] == ["embedding", 0, 1, 2, "head"]
     assert set(result["findings"][0]) == {
-        "value", "program", "is_choice", "line", "text", "layer", "kernel", "passes", "error", "allowed", "prompt", "step", "token", "since",
+        "value", "program", "measure", "line", "text", "layer", "kernel", "passes", "error", "allowed", "prompt", "step", "token", "since",
     }  # fmt: skip
 
 

@@ -177,7 +177,8 @@ class Comparer(Follower):
     def _note(self, value: Value, errors: Tensor, rows: Rows) -> None:
         worst = int(errors.argmax())
         difference, size = self._squares[value].tolist()
-        norm = 0.0 if difference == 0 else math.sqrt(difference / size) if 0 < size < math.inf else math.inf
+        share = difference / size if size else math.inf
+        norm = 0.0 if difference == 0 else math.sqrt(share) if math.isfinite(share) else math.inf
         found = Error(float(errors[worst]), norm, *self.at, rows.first + worst)
         if found.relative < (before := self.errors.get(value, found)).relative:
             found = before._replace(norm=norm)

@@ -104,7 +104,7 @@ def judge(
         if (error := errors.get(value)) is None:
             continue
         since = list({(each[0], lines[each].number): lines[each] for each in between(graph, value, errors)}.values())
-        formats = frozenset(fmt for each in since for fmt in each.formats)
+        formats = frozenset(fmt for each in since for fmt in each.formats | each.stored)
         values[value] = allowance.hold_choices(error) if value in choices else allowance.hold(error, formats)
         if not values[value].is_within:
             findings.append(Finding(value, values[value], error, line, since))

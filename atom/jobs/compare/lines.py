@@ -29,6 +29,7 @@ class Line:
     op: str
     kernel: str  # the backend of its kernel
     formats: frozenset[str]  # that numbers are rounded to for it: of weights packed while they load, of activations
+    stored: frozenset[str]  # the formats of its weights in the checkpoint
     act: str | None  # the format of its activations
     passes: list[str] = field(default_factory=list)  # that made or changed it
 
@@ -50,8 +51,9 @@ def read_lines(graph: Graph) -> dict[Value, Line]:
             for result in results_of(node):
                 number, text = texts[program, result.name]
                 found[program, result.name] = Line(
-                    number, text, layer, node.target.name, kernel, formats_of(node), node.kwargs.get("act")
-                )
+                    number, text, layer, node.target.name, kernel, formats_of(node), stored_formats(node),
+                    node.kwargs.get("act"),
+                )  # fmt: skip
     return found
 
 
@@ -71,6 +73,12 @@ def formats_of(node: Node) -> frozenset[str]:
     """The formats that a call's weights are packed to while they load, and that of its activations."""
     made = {fmt for arg in node.args if isinstance(arg, Recipe) for fmt in packed_to(arg)}
     return frozenset(made | {act} if (act := node.kwargs.get("act")) else made)
+
+
+def stored_formats(node: Node) -> frozenset[str]:
+    """The formats in which a call's weights are stored."""
+    weights = (leaf for arg in node.args if isinstance(arg, Recipe) for leaf in leaves(arg))
+    return frozenset(weight.type.fmt for weight in weights if weight.type.fmt)
 
 
 class History:

@@ -88,10 +88,23 @@ class Comparison(NamedTuple):
 def allowance_of(side: Side, sides: Sequence[Side], lines: Mapping[Value, Line], bound: float | None) -> Allowance:
     """What values may be off by: without another side of atom's, the reference computes in float32."""
     dtypes = {"fp32" if len(sides) == 1 else sides[0].dtype, side.dtype}
-    made = [frozenset(fmt for line in lines.values() for fmt in line.formats)]
-    made += [each.formats() for each in sides[:-1]] or [frozenset()]
-    acts = frozenset(line.act for line in lines.values() if line.act)
-    return Allowance(bound, frozenset(dtypes), made[0] ^ made[1] | acts)
+    formats = frozenset(line.act for line in lines.values() if line.act)
+    if len(sides) == 1:  # transformers reads the weights as they are stored
+        return Allowance(bound, frozenset(dtypes), formats | rounded(lines))
+    others = sides[0].lines()
+    return Allowance(
+        bound, frozenset(dtypes), formats | rounded(lines) ^ rounded(others) | stored(lines) ^ stored(others)
+    )
+
+
+def rounded(lines: Mapping[Value, Line]) -> frozenset[str]:
+    """The formats that atom rounds weights and activations to."""
+    return frozenset(fmt for line in lines.values() for fmt in line.formats)
+
+
+def stored(lines: Mapping[Value, Line]) -> frozenset[str]:
+    """The formats of a checkpoint's weights."""
+    return frozenset(fmt for line in lines.values() for fmt in line.stored)
 
 
 def describe(comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:

@@ -70,10 +70,9 @@ class Side:
         """The values that its text names before all passes."""
         return frozenset(name for _, name in values_of(self.written()))
 
-    def formats(self) -> frozenset[str]:
-        """The formats that weights and activations are rounded to."""
-        lines = read_lines(compile_graph(self.config)).values()
-        return frozenset(fmt for line in lines for fmt in line.formats)
+    def lines(self) -> dict[Value, Line]:
+        """The lines of its text."""
+        return read_lines(compile_graph(self.config))
 
     def history(self) -> dict[Value, list[str]]:
         """The passes that make or change the call of each value."""

@@ -121,8 +121,8 @@ def test_an_fp8_scale_off_by_a_power_of_two(compared: Compared, tmp_path: Path):
 
 def test_a_format_s_own_rounding_is_no_fault_and_a_scale_off_by_a_power_of_two_is(compared: Compared, tmp_path: Path):
     """Against the plain weights that were packed, where a norm over all tokens is what counts."""
-    plain = tiny.save("llama", tmp_path)
-    packed = pack(plain, LAYOUTS["FP8_DYNAMIC"], tmp_path / "packed")
+    plain = tiny.save("llama", tmp_path / "plain")
+    packed = pack(shutil.copytree(plain, tmp_path / "copy"), LAYOUTS["FP8_DYNAMIC"], tmp_path / "packed")
     assert compared(plain, f"job.b=checkpoint={packed}")["agree"]
     name = "model.layers.2.mlp.up_proj.weight_scale"
     edited = edit_weight(packed, tmp_path, name, lambda scale: scale * 2)

@@ -611,9 +611,9 @@ def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
 
 
 def pick_launches(launches: Iterable[Launch], is_thorough: bool = False) -> list[Launch]:
-    """Of each kernel, launches that have all values of each constexpr and option, types of each argument, and tiles.
+    """Of each kernel, launches that have all values of each constexpr and option, and types of each argument.
 
-    Of sizes there is one for each power of 2 that divides them. is_thorough: all tiles in all formats
+    Of sizes there is one for each power of 2 that divides them. is_thorough: all sets of tiles in all formats, too
     """
     by_kernel: dict[str, list[Launch]] = {}
     for each in launches:
@@ -627,7 +627,7 @@ def _pick(launches: Sequence[Launch], is_thorough: bool) -> Iterator[Launch]:
     for each in launches:
         values = {name: _reduce(value) if name in constant else _type(value) for name, value in each.args.items()}
         is_size = {name: name in constant and isinstance(each.args[name], int) for name in values}
-        together = [name for name in values if TILES.match(name) or (is_thorough and not is_size[name])]
+        together = [name for name in values if TILES.match(name) or not is_size[name]] if is_thorough else []
         left.append(({*values.items(), *each.options.items(), tuple((name, values[name]) for name in together)}, each))
     missing = set[Any]().union(*(values for values, _ in left))
     while missing:

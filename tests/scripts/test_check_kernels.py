@@ -93,18 +93,20 @@ print(json.dumps([outcome(launch("large", y=y, BLOCK_M=size), "sm_89", True) for
     assert "bytes of shared memory, of 101376" in exceeds
 
 
-def test_each_value_and_each_set_of_tiles_stays_and_of_sizes_one_of_a_kind(run: Any):
+def test_each_value_stays_and_of_sizes_one_of_a_kind_and_with_to_end_each_set_of_tiles(run: Any):
     sizes = [(96, 16, 1), (160, 16, 1), (100, 16, 1), (96, 32, 1), (96, 16, 2), (96, 32, 2)]
-    picked = run(
+    quick, thorough = run(
         f"""
 launches = [launch("good", SIZE=size, BLOCK_M=block, SPLITS=splits) for size, block, splits in {sizes}]
-print(json.dumps([list(each.args.values())[1:] for each in pick_launches(launches)]))
+print(json.dumps([[list(each.args.values())[1:] for each in pick_launches(launches, is_thorough)]
+                  for is_thorough in (False, True)]))
 """
     )
-    tiles = {(block, splits) for _, block, splits in picked}
-    assert tiles == {(16, 1), (16, 2), (32, 1), (32, 2)}
-    assert {size & -size for size, *_ in picked} == {32, 4}, "160 is a multiple of 32, as 96 is"
-    assert len(picked) == 5
+    for picked in (quick, thorough):
+        assert {size & -size for size, *_ in picked} == {32, 4}, "160 is a multiple of 32, as 96 is"
+        assert ({block for _, block, _ in picked}, {splits for *_, splits in picked}) == ({16, 32}, {1, 2})
+    assert {(block, splits) for _, block, splits in thorough} == {(16, 1), (16, 2), (32, 1), (32, 2)}
+    assert (len(quick), len(thorough)) == (3, 5)
 
 
 def test_a_kernel_that_nothing_calls_is_reported(run: Any):

@@ -20,10 +20,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
 from typing import Any
 
 import torch.fx
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from atom.errors import PassError
 from atom.graph.ops import Op
@@ -208,6 +210,25 @@ def copy_calls(calls: Iterable[Node], program: Program, copies: dict[Node, Node]
         args = [copies[arg] if isinstance(arg, Node) else arg for arg in call.args]
         results = program.call(call.target, *args, name=names, **call.kwargs)
         copies |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
+
+
+def rename(program: Program, names: Mapping[Node, str]) -> Program:
+    """A copy of a program in which these nodes have these names, each a name of its own, and others give way."""
+    made, copies, taken = Program(program.name), dict[Node, Node](), set(names.values())
+    for node in program.fx.nodes:
+        if node.op == "output":
+            made.output(*(copies[result] for result in program.results))
+            continue
+        name = names.get(node) or next(name for name in _numbered(node.name) if name not in taken)
+        taken.add(name)
+        copies[node] = copy = made.fx.create_node(node.op, node.target, name=name)
+        copy.args, copy.kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        copy.meta = node.meta
+    return made
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return chain([name], (f"{name}_{number}" for number in count(1)))
 
 
 def _erase_unused(nodes: Iterable[Node]) -> None:

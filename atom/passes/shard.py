@@ -48,7 +48,7 @@ from atom.graph import (
     ops,
 )
 from atom.graph.formats import block_size, parse_format, with_block
-from atom.graph.graph import call_of, results_of
+from atom.graph.graph import call_of, rename, results_of
 from atom.graph.ops import Op
 from atom.graph.parts import aligned, cuts_blocks, is_scaled_as_one
 from atom.graph.recipe_contents import slices
@@ -118,11 +118,10 @@ class _Writer:
         for node in self._program.nodes:
             handlers.get(node.target, _Writer.copy)(self, node)
         self._made.output(*map(self.whole, self._program.results))
-        self._name_values()
-        return self._made
+        return rename(self._made, self._names())
 
-    def _name_values(self) -> None:
-        """Have a value of all ranks together bear its name in the text of one rank, and partial sums another."""
+    def _names(self) -> dict[Node, str]:
+        """A value of all ranks together bears its name in the text of one rank too, and partial sums another."""
         names = {
             made: f"{node.name}_partial" if self._states[node] == PARTIAL else node.name
             for node, made in self._values.items()
@@ -131,15 +130,7 @@ class _Writer:
         names |= {
             made: f"{names[call]}_partial" for made, call in summed.items() if made not in names and call in names
         }
-        others = [node for node in self._made.fx.nodes if node not in names]
-        for node, name in names.items():
-            node.name = name
-        taken = set(names.values())
-        for node in others:
-            base, number = node.name, 1
-            while node.name in taken:
-                node.name, number = f"{base}_{number}", number + 1
-            taken.add(node.name)
+        return names
 
     def copy(self, node: Node) -> None:
         """The call on each rank, of whole values."""

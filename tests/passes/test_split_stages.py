@@ -135,10 +135,10 @@ def test_the_ranks_of_the_last_stage_divide_its_head():
         )
     ).partition("def head")[2]
     assert head.splitlines()[1:] == [
-        '    logits = linear(hidden, share(W("embed", fp32[7, 4]), "tensor", 2))',
-        '    logits_1 = all_gather(logits, axis="tensor", size=7)',
-        '    logits_2 = send(logits_1, axis="pipeline", to=0)',
-        "    return logits_2",
+        '    logits_2 = linear(hidden, share(W("embed", fp32[7, 4]), "tensor", 2))',
+        '    logits = all_gather(logits_2, axis="tensor", size=7)',
+        '    logits_1 = send(logits, axis="pipeline", to=0)',
+        "    return logits_1",
     ]
 
 

@@ -263,7 +263,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["level=0,1"], "job=serve runs until it is stopped"),
         (["job=explain,serve"], "job=serve runs until it is stopped"),
         (["job=glob(s*)"], "job=serve runs until it is stopped"),
-        (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, and this is job=explain"),
+        (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, compare, and this is job=explain"),
         (["job=compile", "job.objective=tokens"], "job.objective is a field of job=generate, explain, bench, and this is job=com"),
         (["prompts=hi", "hydra.sweep.dir=/dev/null/x"], "hydra.sweep.dir=/dev/null/x cannot be written: Not a directory"),
         (["prompts=hi", "serve=null"], "serve=null: it takes the name of a file; leave it out for its default"),

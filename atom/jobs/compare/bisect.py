@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -47,10 +46,9 @@ def bisect(kind: str, comparison: Comparison, outcome: Outcome, answered: Answer
     """
     if outcome.agrees:
         return {"kind": kind, "changes": [], "line": "the sides agree as they are"}
-    with ExitStack() as opened:
-        if kind == "layers":
-            return {"kind": kind, **by_layers(comparison, outcome, answered)}
-        change = by_passes(comparison, outcome) if kind == "passes" else by_kernels(comparison, outcome, opened)
+    if kind == "layers":
+        return {"kind": kind, **by_layers(comparison, outcome, answered)}
+    change = by_passes(comparison, outcome) if kind == "passes" else by_kernels(comparison, outcome)
     if change is None:
         return {"kind": kind, "changes": None, "line": f"no other choice of {kind} makes the sides agree"}
     return {"kind": kind, "changes": change.names, "line": f"{change.text} they agree"}
@@ -82,10 +80,9 @@ def name_of_extra(spec: str) -> str:
     return split_function(spec.partition("@")[0], PASSES)[1]
 
 
-def by_kernels(comparison: Comparison, outcome: Outcome, opened: ExitStack) -> Change | None:
-    """Select others than these kernels; the stack removes the texts that have them."""
+def by_kernels(comparison: Comparison, outcome: Outcome) -> Change | None:
+    """Select others than these kernels."""
     config = comparison.tested.config
-    folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="atom-compare-")))
     before = text_before_kernels(config)
     if before is None:
         return None
@@ -93,9 +90,10 @@ def by_kernels(comparison: Comparison, outcome: Outcome, opened: ExitStack) -> C
     kernels = in_order(suspects(outcome, lambda line: [(line.op, line.kernel)]), used)
 
     def agrees(some: Sequence[Kernel]) -> bool:
-        path = folder / "graph.py"
-        path.write_text(show_saved(select_kernels.__name__, show(select_others(parse(before), config, some))))
-        return is_mended(comparison, replace(config, job=replace(config.job, graph=str(path))))
+        with tempfile.TemporaryDirectory(prefix="atom-compare-") as folder:
+            path = Path(folder, "graph.py")
+            path.write_text(show_saved(select_kernels.__name__, show(select_others(parse(before), config, some))))
+            return is_mended(comparison, replace(config, job=replace(config.job, graph=str(path))))
 
     found = smallest(kernels, agrees)
     if found is None:
@@ -106,17 +104,16 @@ def by_kernels(comparison: Comparison, outcome: Outcome, opened: ExitStack) -> C
 
 
 def by_layers(comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:
-    """Take the values of whole layers from the reference: of those with a value beyond the bound."""
+    """Take the values of whole layers from the reference: of those with a value beyond the bound, and of no other."""
     places = {finding.line.layer for finding in outcome.judged.findings}
     values = {value for value, line in outcome.lines.items() if line.layer in places}
     with comparison.open(comparison.tested) as opened:
         mended = comparison.answer(opened, replaced=values)
     layers = sorted(place for place in places if place is not None)
-    names = [f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"] if layers else []
-    shown = " and ".join([*names, *(["the calls around the layers"] if None in places else [])])
+    names = [f"layer {layer}" for layer in layers] + ["the calls around the layers"] * (None in places)
     before, after = answered.outputs.error, mended.outputs.error
-    line = f"with the reference's values in {shown} the logits are off by {after:.2g} in place of {before:.2g}"
-    return {"changes": layers, "line": line, "logits": after}
+    line = f"with the reference's values in {' and '.join(names)} they agree; the logits are off by {after:.2g} then"
+    return {"changes": names, "line": f"{line}, and by {before:.2g} as they are", "logits": after}
 
 
 def is_mended(comparison: Comparison, config: Config) -> bool:

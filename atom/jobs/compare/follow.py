@@ -170,8 +170,7 @@ class Comparer(Follower):
 
     def _add_squares(self, value: Value, ours: Tensor, reference: Tensor) -> None:
         a, b = ours.double(), reference.double()
-        difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
-        squares = torch.stack([difference.square().sum(), b.square().sum()])
+        squares = torch.stack([differences(a, b).square().sum(), b.nan_to_num(0.0, 0.0, 0.0).square().sum()])
         self._squares[value] = self._squares.get(value, torch.zeros_like(squares)) + squares
 
     def _note(self, value: Value, errors: Tensor, rows: Rows) -> None:
@@ -203,10 +202,13 @@ def by_expert(pairs: Mapping[str, Pair], ids: Tensor, expected: Tensor) -> dict[
 
 
 def relative_errors(ours: Tensor, reference: Tensor) -> Tensor:
-    """fp32[T]: max |a - b| / max |b| of each token of values [T, …]; infinite where only ours is not finite."""
+    """fp32[T]: max |a - b| / max |b| of each token of values [T, …]; infinite where one of the two is not finite."""
     a, b = (each.float().flatten(1) if each.dim() > 1 else each.float()[:, None] for each in (ours, reference))
-    size = b.abs().amax(-1)
-    error = (a - b).abs().amax(-1)
-    same = (a == b) | (a.isnan() & b.isnan())  # two infinities are equal, and their difference is not
-    error = torch.where(same.all(-1), 0.0, error)
+    size = b.abs().nan_to_num(0.0, 0.0).amax(-1)
+    error = differences(a, b).abs().amax(-1)
     return torch.where(error == 0, 0.0, error / size).nan_to_num(torch.inf, torch.inf)
+
+
+def differences(a: Tensor, b: Tensor) -> Tensor:
+    """a - b, and 0 where both are the same infinity or no number."""
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)

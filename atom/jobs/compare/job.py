@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from atom.checkpoint import RichProgress
+from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.errors import ConfigError
@@ -76,17 +77,25 @@ def compare(config: Config) -> dict[str, Any]:
 def load_sides(config: Config) -> list[Side]:
     """The sides that atom runs: the one that is judged is last. ConfigError if they cannot be compared."""
     job = config.job
-    if job.a == TRANSFORMERS:
-        raise ConfigError("job.a=transformers: it is the reference wherever it is named; write job.b=transformers")
-    sides = [load_side("a", config, job.a)]
-    if job.b != TRANSFORMERS:
-        sides.append(load_side("b", config, job.b))
-        if is_same(sides[0].config, sides[1].config):
-            raise ConfigError("both sides are the same: set job.b, as in job.b='level=0' or job.b=transformers")
-        if sides[0].config.model.vocab != sides[1].config.model.vocab:
-            sizes = " and ".join(str(side.config.model.vocab) for side in sides)
-            raise ConfigError(f"the sides have {sizes} tokens: only models of the same shapes are compared")
+    sides = [load_side(name, config, own) for name, own in (("a", job.a), ("b", job.b)) if own != TRANSFORMERS]
+    if not sides:
+        raise ConfigError("both sides are transformers: set job.a or job.b to overrides, or leave one out")
+    if len(sides) == 2:
+        check_pair(*(side.config for side in sides))
+    if job.bisect == "layers" and mesh_of(sides[-1].config).num_ranks > 1:
+        raise ConfigError("job.bisect=layers: values of several ranks are not replaced; passes and kernels work")
     return sides
+
+
+def check_pair(a: Config, b: Config) -> None:
+    """ConfigError if two configurations are the same, or of models that differ in size."""
+    if is_same(a, b):
+        raise ConfigError("both sides are the same: set job.b, as in job.b='level=0' or job.b=transformers")
+    for name in ("vocab", "hidden", "layers"):
+        sizes = getattr(a.model, name), getattr(b.model, name)
+        if sizes[0] != sizes[1]:
+            shown = " and ".join(map(str, sizes))
+            raise ConfigError(f"the sides have model.{name}={shown}: only models of the same shapes are compared")
 
 
 def compute_reference(sides: Sequence[Side], prompts: Sequence[Sequence[int]]) -> Trace:

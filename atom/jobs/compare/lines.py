@@ -28,7 +28,7 @@ class Line:
     layer: int | None  # None: before the first one or after the last
     op: str
     kernel: str  # the backend of its kernel
-    formats: frozenset[str]  # that numbers are rounded to for it: of weights packed while they load, of activations
+    formats: frozenset[str]  # that numbers are rounded to: of weights packed while they load, of KV, of activations
     stored: frozenset[str]  # the formats of its weights in the checkpoint
     act: str | None  # the format of its activations
     passes: list[str] = field(default_factory=list)  # that made or changed it
@@ -38,8 +38,8 @@ def read_lines(graph: Graph) -> dict[Value, Line]:
     """The lines of the body and of the head by each value that they compute."""
     texts = dict(number_lines(show(graph)))
     found: dict[Value, Line] = {}
+    layer: int | None = None  # calls of the last one may have moved to the head
     for program in (BODY, HEAD):
-        layer: int | None = None
         for node in graph.programs[program].nodes:
             names = [
                 leaf.name for each in node_leaves(node) for leaf in ([each] if isinstance(each, KV) else leaves(each))
@@ -70,8 +70,9 @@ def number_lines(text: str) -> Iterator[tuple[Value, tuple[int, str]]]:
 
 
 def formats_of(node: Node) -> frozenset[str]:
-    """The formats that a call's weights are packed to while they load, and that of its activations."""
+    """The formats that a call's weights are packed to while they load, of the KV, and that of its activations."""
     made = {fmt for arg in node.args if isinstance(arg, Recipe) for fmt in packed_to(arg)}
+    made |= {arg.type.dtype for arg in node.args if isinstance(arg, KV) and arg.type.dtype.startswith("fp8")}
     return frozenset(made | {act} if (act := node.kwargs.get("act")) else made)
 
 

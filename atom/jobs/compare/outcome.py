@@ -109,11 +109,12 @@ def stored(lines: Mapping[Value, Line]) -> frozenset[str]:
 
 def describe(comparison: Comparison, outcome: Outcome, answered: Answered) -> dict[str, Any]:
     """What `job.output=json` prints."""
+    names = dict.fromkeys(("a", "b"), "transformers, float32")
     sides, prompts, reference = comparison.sides, comparison.prompts, comparison.reference
     findings = outcome.judged.findings
     return {
         "agree": outcome.agrees,
-        "sides": {"a": sides[0].shown, "b": sides[1].shown if len(sides) > 1 else "transformers, float32"},
+        "sides": names | {side.name: side.shown for side in sides},
         "judged": sides[-1].name,
         "synchronized": outcome.is_synchronized,
         "values": len(outcome.judged.values),

@@ -109,19 +109,23 @@ def open_model(config: Config, checkpoint: Checkpoint) -> Any:
     except ImportError as error:
         raise ConfigError(f"job.b=transformers needs transformers: {error}") from None
     disable_progress_bar()
-    first = Path(min(map(str, checkpoint.files())))
+    first, cannot = Path(min(map(str, checkpoint.files()))), "job.b=transformers: no prompt can be compared"
     options: dict[str, Any] = {"gguf_file": first.name} if first.suffix == ".gguf" else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             first.parent,
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
             **options,
         )
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = one_line(str(error) or type(error).__name__)
-        raise ConfigError(f"job.b=transformers: no prompt can be compared: {first.parent}: {reason}") from None
+        raise ConfigError(f"{cannot}: {first.parent}: {reason}") from None
+    if missing := sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]})):
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ConfigError(f"{cannot}: {first.parent} has not all weights that it needs: {missing[0]}{more}")
     return model.eval().to("cuda" if config.device == "cuda" else "cpu")
 
 

@@ -159,7 +159,7 @@ def load_side(name: str, config: Config, own: str) -> Side:
         except ValueError as error:
             raise ConfigError(f"{own!r}: {error}") from None
         if wrong := [each for each in texts if not is_shared(each)]:
-            raise ConfigError(f"{wrong[0]} is of the comparison, not of a side; write it outside of job.{name}")
+            raise ConfigError(f"{wrong[0]} applies to the comparison, not to a side: write it outside of job.{name}")
         shared = [each for each in config.overrides if is_shared(each)]
         loaded, shown = load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is"
         if loaded.level is None:  # compiled pieces show only their results
@@ -175,18 +175,18 @@ def is_shared(override: str) -> bool:
 def fit(config: Config, prompts: Sequence[Sequence[int]], num_tokens: int) -> Config:
     """The configuration with one sequence at a time, whose prompt is one step. ConfigError if that cannot be."""
     serve, limits = config.serve, config.limits
+    budget = limits.max_num_batched_tokens
     if config.draft is not None or serve.method is not None:
         raise ConfigError(f"serve.method={serve.method}: drafts change no token; leave it out")
-    for name, most in (
-        ("max_model_len", limits.max_model_len),
-        ("max_num_batched_tokens", limits.max_num_batched_tokens),
-    ):
-        for number, prompt in enumerate(prompts):
-            if len(prompt) + num_tokens > most:
-                size = f"{len(prompt)} tokens and {num_tokens} of its answer"
-                raise ConfigError(f"prompt {number} has {size}, and serve.{name}={most}")
+    for number, prompt in enumerate(prompts):
+        if len(prompt) + num_tokens > limits.max_model_len:
+            size = f"{len(prompt)} tokens and {num_tokens} of its answer"
+            raise ConfigError(f"prompt {number} has {size}, and serve.max_model_len={limits.max_model_len}")
+        if len(prompt) > budget:
+            size = f"{len(prompt)} tokens, to run in one step"
+            raise ConfigError(f"prompt {number} has {size}, and serve.max_num_batched_tokens={budget}")
     fitted = replace(serve, enable_prefix_caching=False, max_num_seqs=1, swap_space=0, kv_cache_dir=None)
-    return replace(config, serve=fitted)
+    return replace(config, serve=fitted, sampling=replace(config.sampling, defaults="none"))
 
 
 @contextmanager

@@ -28,13 +28,14 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     sides, num = result["sides"], len(result["findings"])
     yield f"a: {sides['a']}"
     yield f"b: {sides['b']}"
+    num_prompts = len(result["prompts"])
     tokens = sum(prompt["tokens"] + len(prompt["answer"]) - 1 for prompt in result["prompts"])
     yield (
         f"{result['values']} values of {result['lines']} lines compared over {tokens} tokens of "
-        f"{len(result['prompts'])} prompts: {f'{num} beyond the bound' if num else 'all within the bound'}"
+        f"{num_prompts} prompt{'s' * (num_prompts > 1)}: {f'{num} beyond the bound' if num else 'all within the bound'}"
     )
     if not result["synchronized"]:
-        yield "of several ranks the first one's values are shown, each with the errors of those before it"
+        yield "only the values of rank 0 are compared, and errors add up from one to the next"
 
 
 def choices(result: dict[str, Any]) -> Iterator[str]:
@@ -87,7 +88,7 @@ def where(finding: dict[str, Any]) -> str:
             off = f"off by {finding['error']:.2g} over all tokens, the most at {at}, allowed {finding['allowed']:.2g}"
         case _:
             off = f"off by {finding['error']:.2g} at {at}, allowed {finding['allowed']:.2g}"
-    return f"{finding['program']}'s {finding['value']}{layer}, by {finding['kernel']}: {off}"
+    return f"{finding['program']}'s {finding['value']}{layer}, kernel {finding['kernel']}: {off}"
 
 
 def place_of(finding: dict[str, Any]) -> str:
@@ -119,10 +120,8 @@ def outputs(result: dict[str, Any]) -> Iterator[str]:
     for number, prompt in differing:
         at, gap = prompt["difference"]["token"], prompt["difference"]["gap"]
         ours, theirs = prompt["answer"][at], prompt["expected"][at]
-        yield (
-            f"greedy answers: after prompt {number}, token {at} is {ours} and the reference's {theirs}, "
-            f"which leads by {gap:.2g} of the largest logit"
-        )
+        lead = f"which leads by {gap:.2g} of the largest logit" if gap else "which is a tie"
+        yield f"greedy answers: after prompt {number}, token {at} is {ours} and the reference's {theirs}, {lead}"
 
 
 def bisection(result: dict[str, Any]) -> Iterator[str]:

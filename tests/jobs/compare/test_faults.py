@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 from safetensors.torch import load_file, save_file
 from test_quantized import LAYOUTS, pack
@@ -15,6 +16,7 @@ from torch import Tensor
 from atom.compiler import semantic_graph
 from atom.compiler.saved_graph import show_saved
 from atom.config.load import load
+from atom.errors import ConfigError
 from atom.graph import show
 
 Compared = Callable[..., dict[str, Any]]
@@ -147,3 +149,35 @@ def test_a_router_that_chooses_from_too_many_groups(checkpoints: Any, compared: 
     (choice,) = (each for each in result["choices"] if each["layer"] == 1)
     assert 0 < choice["differing"] == round(result["findings"][0]["error"] * choice["tokens"])
     assert [finding["value"] for finding in result["findings"]] == ["ids"]
+
+
+def test_an_attention_of_the_last_layer_whose_end_runs_in_the_head(
+    checkpoints: Any, compared: Compared, tmp_path: Path
+):
+    folder = checkpoints("llama")
+    edit = "a_5 = merge_heads(a_4)", "a_5z = merge_heads(a_4)\n    a_5 = scale(a_5z, by=2.0)"
+    result = compared(folder, REFERENCE, "level=1", edit_text(folder, tmp_path, edit))
+    assert first(result) == ("a_5", 2)
+
+
+def test_a_cache_that_rounds_is_no_fault(checkpoints: Any, compared: Compared):
+    folder = checkpoints("llama")
+    result = compared(folder, "job.b=serve.kv_cache_dtype=fp8")
+    assert result["agree"], result["findings"][0]
+    assert max(result["layers"], key=lambda layer: layer["error"])["measure"] == "norm"
+
+
+def test_weights_that_transformers_does_not_find_are_an_error(compared: Compared, tmp_path: Path):
+    folder = tiny.save("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("up_proj", "upper"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    needed = r"needs: model\.layers\.0\.mlp\.up_proj\.weight and 2 more"
+    with pytest.raises(ConfigError, match=needed):
+        compared(folder, REFERENCE, "model.weights.up='model.layers.{layer}.mlp.upper'")
+
+
+def test_transformers_as_the_first_side_is_the_reference_too(checkpoints: Any, compared: Compared):
+    result = compared(checkpoints("llama"), "job.a=transformers", "job.b=model.norm.eps=1e-3")
+    assert first(result) == ("h", 0)
+    assert (result["judged"], result["sides"]["a"]) == ("b", "transformers, float32")

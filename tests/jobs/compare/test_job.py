@@ -100,14 +100,14 @@ def test_sides_that_agree_end_with_0(run: Any):
     code, out, _ = run("job.b=level=1", PROMPT)
     assert code == 0
     assert out.startswith("a: as it is\nb: level=1\n")
-    assert "values of " in out and "over 12 tokens of 1 prompts: all within the bound\n" in out
+    assert "values of " in out and "over 12 tokens of 1 prompt: all within the bound\n" in out
     assert "greedy answers: the same 8 tokens after each prompt\n" in out
 
 
 def test_sides_that_part_end_with_1_and_name_the_line(run: Any):
     code, out, _ = run("job.b=model.norm.eps=1e-3", PROMPT)
     assert code == 1
-    assert re.search(r"\nthe first: body's h of layer 0, by reference: off by [\d.]+ at .*, allowed 0.0001\n", out)
+    assert re.search(r"\nthe first: body's h of layer 0, kernel reference: off by [\d.]+ at .*, allowed 0.0001\n", out)
     assert re.search(r"\n    line 5: h = reference.rms_norm\(x, W\(.*\), eps=0.001\)\n", out)
 
 
@@ -129,13 +129,17 @@ def test_json_has_one_object(run: Any):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["job.a=transformers"], "ConfigError: job.a=transformers: it is the reference wherever it is named; write job.b="),
+        (["job.a=transformers", "job.b=transformers"], "ConfigError: both sides are transformers: set job.a or job.b to"),
+        (
+            ["job.b=level=1 parallel=tp2", "job.bisect=layers"],
+            "ConfigError: job.bisect=layers: values of several ranks are not replaced; passes and kernels work",
+        ),
         ([], "ConfigError: both sides are the same: set job.b"),
         (["job.b=dtype=fp32"], "ConfigError: both sides are the same: set job.b"),
         (["job.b=model.norm.epz=1"], "ConfigError: job.b: model.norm.epz: "),
         (["job.b='level=1 \"'"], "ConfigError: job.b: 'level=1 \"': No closing quotation"),
-        (["job.b=job.bound=1"], "ConfigError: job.b: job.bound=1 is of the comparison, not of a side"),
-        (["job.b='prompts=[[1]]'"], "ConfigError: job.b: prompts=[[1]] is of the comparison, not of a side"),
+        (["job.b=job.bound=1"], "ConfigError: job.b: job.bound=1 applies to the comparison, not to a side"),
+        (["job.b='prompts=[[1]]'"], "ConfigError: job.b: prompts=[[1]] applies to the comparison, not to a side"),
         (["job.b=level=1", "serve.method=ngram"], "ConfigError: job.a: serve.method=ngram: drafts change no token"),
         (["job.b='level=1 serve.method=ngram'"], "ConfigError: job.b: serve.method=ngram: drafts change no token"),
         (["job.b=transformers", "load_dummy=true"], "ConfigError: job.b=transformers compares a checkpoint's weights"),
@@ -156,7 +160,7 @@ def test_sides_of_other_tokens_are_one_line(run: Any, tmp_path: Path):
     tiny.save_changed("llama", tmp_path / "other", vocab_size=99)
     code, _, err = run(f"job.b=checkpoint={tmp_path / 'other'}", PROMPT)
     assert code == 2
-    assert "the sides have 101 and 99 tokens: only models of the same shapes are compared" in err
+    assert "the sides have model.vocab=101 and 99: only models of the same shapes are compared" in err
 
 
 def test_an_architecture_that_transformers_lacks_is_one_line(run: Any, checkpoints: Any, tmp_path: Path):

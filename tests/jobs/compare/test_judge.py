@@ -40,7 +40,13 @@ def test_an_error_has_the_worst_token_and_the_norm_over_all():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_is_infinitely_off_by_both(value: float):
     assert error_of([[1.0, value]], [[1.0, 2.0]])[:2] == (math.inf, math.inf)
+    assert error_of([[1.0, 2.0]], [[1.0, value]])[:2] == (math.inf, math.inf)
     assert error_of([[1.0, value]], [[1.0, value]])[:2] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_next_to_a_number_that_is_not_finite_on_both_sides_the_others_are_compared(value: float):
+    assert error_of([[1.0, value]], [[2.0, value]])[:2] == (0.5, 0.5)
 
 
 def test_a_format_is_held_to_the_norm_and_a_dtype_to_the_worst_token():
@@ -66,7 +72,7 @@ def test_outputs_that_are_not_numbers_have_no_divergence_of_0():
 
 def test_a_token_that_the_reference_excludes_adds_nothing_to_the_divergence():
     outputs = compare_outputs(traced([[0.0, -math.inf]]), traced([[5.0, -math.inf]]))
-    assert (outputs.kl, outputs.error) == (0.0, math.inf)
+    assert (outputs.kl, outputs.error) == (0.0, 1.0)
 
 
 def test_json_has_null_for_a_number_that_is_not_finite():

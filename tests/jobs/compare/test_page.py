@@ -106,7 +106,7 @@ def test_what_a_checkpoint_names_stays_text():
 
 def test_the_first_finding_names_its_line_and_each_call_before_it_once():
     page = make_page(result([0.0, 3.0, 0.0], findings=1))
-    assert "body&#x27;s m_1 of layer 1, by cpp: off by 3 at token 7 of prompt 3, allowed 0.0001" in page
+    assert "body&#x27;s m_1 of layer 1, kernel cpp: off by 3 at token 7 of prompt 3, allowed 0.0001" in page
     assert page.count("  30  w, ids = router(h)") == 1 and "fuse_gate_up" in page
     assert "The two sides part" in page
 

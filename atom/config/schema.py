@@ -424,9 +424,9 @@ class JobConfig:
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     a: str = of("compare", "")  # overrides of the first side, added to the others
-    b: str = of("compare", "")  # of the second side; transformers: that library computes it, in float32
-    bound: float | None = of("compare", number(None, 0, above=True))  # error allowed of a value; null: by its dtype
-    bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # find what makes them differ
+    b: str = of("compare", "")  # overrides of the second side; transformers: that library, in float32
+    bound: float | None = of("compare", number(None, 0, above=True))  # error allowed; null: by dtype and format
+    bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # the smallest change that mends it
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
     resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it

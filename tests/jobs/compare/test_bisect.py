@@ -74,7 +74,9 @@ def test_the_layers_that_part_are_named(checkpoints: Any, compared: Any):
     wrong = "passes.extra=[wrong_passes:double_eps]"
     result = compared(checkpoints("llama"), f"job.b={wrong}", "job.bisect=layers")
     assert result["bisect"]["changes"] == ["layer 1"]
-    assert result["bisect"]["line"].startswith("with the reference's values in layer 1 they agree; the logits are off by ")
+    assert result["bisect"]["line"].startswith(
+        "with the reference's values in layer 1 they agree; the logits are off by "
+    )
     assert result["bisect"]["logits"] < 1e-4 < result["outputs"]["error"]
 
 

@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 from gpu.steps import GREEDY, set_depth
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from probe import assert_logits, logits_of
 
 from atom import LLMEngine, SamplingParams
 
@@ -35,7 +35,7 @@ def test_float32_is_float32_here():
 def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)
-    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert_logits(engine, tokens, model)
     assert engine.metrics.scheduler.num_chunks > 0
     assert_greedy(engine, [tiny.prompt(40, seed=1)], model)
     assert engine.metrics.scheduler.num_ahead > 0

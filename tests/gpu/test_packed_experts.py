@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 from gpu.steps import FIELDS, GREEDY
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from probe import assert_logits, logits_of
 
 from atom import LLMEngine
 
@@ -56,7 +56,7 @@ def test_tokens_and_logits_are_those_of_the_weights_unpacked(folders: tuple[Path
     reference, tokens = tiny.reference(plain), tiny.prompt(100)
     engine = open_packed(packed, gpu_cache, level=level, max_num_batched_tokens=64)
     try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        assert_logits(engine, tokens, reference)
         (answer,) = engine.generate([tokens[:20]], GREEDY)
         tiny.assert_greedy(answer, tokens[:20], reference)
     finally:

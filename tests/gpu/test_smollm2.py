@@ -11,8 +11,8 @@ import test_smollm2 as on_cpu
 import tiny
 import torch
 from gpu.steps import FIELDS
-from law import assert_same_logits, relative_error
-from probe import logits_of
+from law import relative_error
+from probe import assert_logits, logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SILENT
@@ -57,7 +57,7 @@ def engine(embedded_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LLME
 def test_logits_at_every_position(engine: LLMEngine, reference: torch.nn.Module):
     for prompt in on_cpu.PROMPTS:
         tokens = engine._engine.vocabulary.tokenize(prompt)
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        assert_logits(engine, tokens, reference)
 
 
 def test_64_greedy_tokens_of_10_chats_together(engine: LLMEngine, reference: torch.nn.Module):

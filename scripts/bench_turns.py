@@ -16,7 +16,7 @@ import sys
 import time
 
 from atom import LLMEngine, SamplingParams
-from atom.assemble import cache_kinds
+from atom.assemble import state_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
 
@@ -34,7 +34,7 @@ def main() -> int:
     length = options.turns * (options.input + options.output)
     config = load([*options.overrides, f"serve.max_model_len={length}"])
     num_blocks = -(-length // config.serve.block_size)
-    size = config.serve.block_size * sum(kind.bytes_per_token for kind in cache_kinds(compile_graph(config)))
+    size = sum(kind.block_bytes for kind in state_kinds(compile_graph(config), config.serve.block_size))
     overrides = [
         *options.overrides,
         f"serve.max_model_len={length}",

@@ -306,7 +306,6 @@ def models(arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
     """Run each kind of step of a model, of which a few layers do; its graph."""
-    from atom import assemble
     from atom.compiler import compile_graph
     from atom.config.load import engine_overrides, load
     from atom.kernels.triton.compile.codegen import write_source
@@ -337,7 +336,7 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
         drafting=config.drafting,
     )  # fmt: skip
     runner = Runner(model, run_ahead=2)
-    runner.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
+    runner.bind(dict.fromkeys(model.kinds, 2))
     runner.graphs.compile([1, 2, 4, 8, 16, 24, 40], MAX_TOKENS)
     return graph
 

@@ -355,7 +355,7 @@ def windows(session: Session) -> str:
             engine.step()
             for pool in engine._engine.scheduler.cache.pools:
                 held = pool.num_blocks - 1 - pool.num_free
-                most[pool.window is None] = max(most.get(pool.window is None, 0), held)
+                most[pool.keeps_all] = max(most.get(pool.keeps_all, 0), held)
         assert 0 < most[False] < most[True], f"blocks of windows and of full attention: {most}"
 
     fields = {"max_num_batched_tokens": 128, "max_model_len": 512}

@@ -84,7 +84,7 @@ def test_what_a_draft_reads_stays_after_what_is_sunk_into_the_head(case: Config)
     assert [node.name for node in head.inputs] == [node.name for node in body.results[:2]], "the last attention's"
     assert [node.meta["type"].row for node in body.results[2:]] == [node.meta["type"].row for node in draft_in.inputs]
     assert not any("layers.2.mlp" in line for line in show(graph).partition("def head")[0].splitlines())
-    assert [kv.name for kv in graph.caches()][-1] == "draft:midlayer"
+    assert [kv.name for kv in graph.states()][-1] == "draft:midlayer"
 
 
 def test_of_a_model_that_drafts_only_sampled_rows_go_through_the_end(checkpoints: Callable[[str], Path]):

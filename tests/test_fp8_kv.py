@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from atom import LLMEngine, SamplingParams
-from atom.assemble import cache_kinds
+from atom.assemble import state_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.errors import AtomError, CheckpointError
@@ -302,14 +302,14 @@ def test_a_scale_that_is_no_number_above_0_is_one_line(
 
 def test_a_token_takes_a_byte_for_each_number(checkpoints: Any):
     overrides = [f"checkpoint={checkpoints('qwen3_window')}", "serve.kv_cache_dtype=fp8"]
-    kinds = {kind.name: kind.bytes_per_token for kind in cache_kinds(compile_graph(load(overrides)))}
+    kinds = {kind.name: kind.bytes_per_token for kind in state_kinds(compile_graph(load(overrides)), 16)}
     assert kinds == {"full": 2 * 2 * 24, "window_7": 2 * 24}, "layers x (k and v) x dim"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
 def test_a_latent_takes_a_byte_for_each_number_and_its_rotated_key_stays(checkpoints: Any, dtype: str, size: int):
     overrides = [f"checkpoint={checkpoints('deepseek_v3')}", "quant.kv=fp8", f"dtype={dtype}"]
-    (kind,) = cache_kinds(compile_graph(load(overrides)))
+    (kind,) = state_kinds(compile_graph(load(overrides)), 16)
     assert kind.bytes_per_token == 3 * (18 + -18 % size + 8 * size), (
         "layers x (latent, up to where a key begins, and key)"
     )

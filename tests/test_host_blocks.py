@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import tiny
+from kinds import full_kind, window_kind
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
 from atom.config.load import load
 from atom.errors import CapacityError, ConfigError, EngineDeadError
 from atom.runtime.kv.host_blocks import plan_host_blocks, runs
-from atom.runtime.types import CacheKind, SwapCosts
+from atom.runtime.types import SwapCosts
 
 __all__ = ["thread_ranks"]
 
@@ -143,10 +144,10 @@ def test_rows_that_lie_side_by_side_are_one_copy():
 
 
 def test_the_bytes_are_divided_among_the_kinds():
-    kinds = [CacheKind("full", 3), CacheKind("window_4", 1, window=4)]
-    assert plan_host_blocks(kinds, 16, 64 * 10 + 63) == {"full": 10, "window_4": 10}
+    kinds = [full_kind(3, 16), window_kind(4, 1, 16, name="window_4")]
+    assert plan_host_blocks(kinds, 64 * 10 + 63) == {"full": 10, "window_4": 10}
     with pytest.raises(CapacityError, match=r"serve.swap_space=127 is less than two blocks of KV: raise it to 128"):
-        plan_host_blocks(kinds, 16, 127)
+        plan_host_blocks(kinds, 127)
 
 
 def test_without_prefixes_nothing_would_be_found_again(checkpoints: Any):

@@ -21,7 +21,7 @@ from test_quantized import LAYOUTS, pack
 from torch import Tensor
 
 from atom import weights
-from atom.assemble import cache_kinds, mtp_patterns
+from atom.assemble import mtp_patterns, state_kinds
 from atom.assemble.checks import check_weights
 from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
@@ -153,11 +153,11 @@ class Steps:
 
     def __init__(self, graph: Graph, config: Config) -> None:
         caches = {kv: torch.full((9, 16, *kv.type.shape), torch.nan, dtype=TORCH_DTYPES[kv.type.dtype])
-                  for kv in graph.caches()}  # fmt: skip
+                  for kv in graph.states()}  # fmt: skip
         bindings = Bindings(load_all(graph, config), caches=caches)
         self.programs = {name: Executable(program, bindings) for name, program in graph.programs.items()}
         self.table = torch.tensor([[4, 7, 2]], dtype=torch.int32)
-        self.kinds = {kv.kind for kv in graph.caches()}
+        self.kinds = {kv.kind for kv in graph.states()}
 
     def run(self, program: str, start: int, *, tokens: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Run a program of tokens from a position on."""
@@ -254,12 +254,12 @@ def test_artifacts_with_and_without_drafts_are_two(case_of: Callable[..., Case],
 
 def test_the_cache_of_the_layer_lies_in_the_same_pools(case_of: Callable[..., Case]):
     config = config_of(case_of("deepseek_v3").folder)
-    plain, drafting = ([*compile_graph(replace(config, serve=replace(config.serve, method=method))).caches()]
+    plain, drafting = ([*compile_graph(replace(config, serve=replace(config.serve, method=method))).states()]
                        for method in (None, "mtp"))  # fmt: skip
     assert [kv.name for kv in plain] == ["model.layers.0", "model.layers.1", "model.layers.2"]
     assert [kv.name for kv in drafting] == [*(kv.name for kv in plain), "model.layers.3"]
-    (kind,) = cache_kinds(compile_graph(config))
-    assert (kind.name, kind.bytes_per_token) == ("latent", 4 * 26 * 4)
+    (kind,) = state_kinds(compile_graph(config), 16)
+    assert (kind.name, kind.bytes_per_token) == ("full", 4 * 26 * 4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])

@@ -46,7 +46,7 @@ from serving import free_port
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, assemble
-from atom.assemble.kv_blocks import cache_kinds, plan_kv
+from atom.assemble.kv_blocks import plan_kv, state_kinds
 from atom.assemble.rank_process import find_running
 from atom.assemble.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import Progress, SilentProgress
@@ -93,7 +93,7 @@ def test_ranks_generate_the_tokens_of_the_reference(
             tiny.assert_greedy(answer, prompt, references(name))
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
-    has_only_windows = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
+    has_only_windows = all(not pool.keeps_all for pool in engine._engine.scheduler.groups[0].cache.pools)
     assert metrics.num_preemptions > 0 or has_only_windows
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
@@ -217,7 +217,7 @@ def test_processes_of_each_family_give_what_one_gives_whatever_happens(name: str
     assert_same_answers(engine.generate(prompts, params), expected)
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
-    has_only_windows = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
+    has_only_windows = all(not pool.keeps_all for pool in engine._engine.scheduler.groups[0].cache.pools)
     assert metrics.num_preemptions > 0 or has_only_windows
 
 
@@ -438,7 +438,8 @@ def test_a_rank_on_a_gpu_sees_only_that_one(monkeypatch: pytest.MonkeyPatch):
 
 def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoints: Callable[[str], Path]):
     fields = [f"checkpoint={checkpoints('llama')}", "parallel=tp2", "dtype=fp32", "level=0", "device=cpu"]
-    kinds = cache_kinds(compile_graph(load(fields)))
+    config = load(fields)
+    kinds = state_kinds(compile_graph(config), config.serve.block_size)
 
     def plan(num_bytes: int) -> dict[str, int]:
         config = load([*fields, f"serve.kv_cache_memory={num_bytes}"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from kinds import full_kind, window_kind
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
@@ -18,7 +19,7 @@ from atom.runtime.kv.cache import KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.step.runner import Pending
-from atom.runtime.types import CacheKind, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
+from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 __all__ = ["thread_ranks"]
 
@@ -244,7 +245,7 @@ def test_a_line_of_the_log_is_of_the_drafts_since_the_last_one():
     )
 
 
-FULL, WINDOW = CacheKind("full", 1), CacheKind("window", 1, window=5)
+FULL, WINDOW = full_kind(), window_kind(5)
 
 
 def token(sequence: Sequence, at: int) -> int:

@@ -170,7 +170,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | process | devices | dtypes | measurement
+errors | process | devices | dtypes | measurement | state_rules
 sampling_params
 cache | checkpoint
 plugins

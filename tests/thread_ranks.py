@@ -101,7 +101,8 @@ class ThreadRanks:
                 compiled = assemble.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
                 tensors = assemble.load_weights(compiled.graph, checkpoint, config, progress, rank)
             adapters = assemble.open_adapters(compiled.graph, tensors, config.serve, self.meeting.mesh, rank)
-            described = self.meeting.exchange(rank, assemble.describe_rank(compiled.graph, tensors, adapters))
+            described = assemble.describe_rank(compiled.graph, tensors, adapters, config.serve.block_size)
+            described = self.meeting.exchange(rank, described)
             kinds_of = [stage.kinds for stage in assemble.compare_ranks(described, self.meeting.mesh)]
             plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)
             communicator = ThreadCommunicator(self.meeting, rank)

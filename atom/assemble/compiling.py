@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from atom import weights
 from atom.assemble.checks import check_weights
-from atom.assemble.kv_blocks import cache_kinds, plan_kv
+from atom.assemble.kv_blocks import plan_kv, state_kinds
 from atom.assemble.loading import open_checked
 from atom.cache import Cache, digest
 from atom.checkpoint import Checkpoint, Progress
@@ -31,7 +31,8 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
         weights.refuse_packed(graph)
         refuse_act(graph, config)
         left = None if config.device == "cpu" else memory.left_for_kv(graph, config.serve)
-        plan_kv(cache_kinds(graph), config.serve, config.limits, config.parallel.num_ranks, left)
+        kinds = state_kinds(graph, config.serve.block_size)
+        plan_kv(kinds, config.serve, config.limits, config.parallel.num_ranks, left)
         if checkpoint is not None:
             check_weights(graph, checkpoint, config)
 

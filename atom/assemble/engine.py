@@ -15,7 +15,7 @@ import msgspec
 from atom.assemble.adapters import open_adapters, open_loras
 from atom.assemble.checks import check_same_tokens, check_weights
 from atom.assemble.compiling import compile_with, digest_of
-from atom.assemble.kv_blocks import cache_kinds, kinds_of_all
+from atom.assemble.kv_blocks import kinds_of_all, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.assemble.loading import has_own_heads, load_weights, open_checked, settle_heads
 from atom.assemble.ranks import (
@@ -89,7 +89,7 @@ def open_engine(
         if model.plan.tokens:
             keep_kv_scales(model.store, scales, model.scales.num_tokens)
         host = runner.host
-        kinds = kinds_of_all([stage.kinds for stage in stages] or [cache_kinds(graph)])
+        kinds = kinds_of_all([stage.kinds for stage in stages] or [state_kinds(graph, serve.block_size)])
         if host is not None:
             host.files = open_kv_files(host, serve, pin_memory=config.device != "cpu")
         files = None if host is None else host.files
@@ -208,7 +208,8 @@ def open_runners(
         return runner, num_blocks, [], scales.values()
     progress = CheckedProgress(progress, ranks.check)
     with temporary_folder() as folder:
-        stages = compare_ranks(ranks.exchange(describe_rank(compiled.graph, tensors, model.adapters)), mesh)
+        described = describe_rank(compiled.graph, tensors, model.adapters, config.serve.block_size)
+        stages = compare_ranks(ranks.exchange(described), mesh)
         ranks.exchange(msgspec.msgpack.encode(model.plan))
         communicator = connect(ranks, config, placement, folder)
         measure = set_kv_scales(scales, model.plan, mesh, communicator)
@@ -227,6 +228,6 @@ def identify_kv(graph: Graph, stored: Sequence[str], scales: Mapping[str, float]
 
     stored: descriptions of the weights' files
     """
-    caches = [f"{cache.name} {cache.kind} {cache.type}" for cache in graph.caches()]
-    parts = [digest_of(graph), *stored, *caches, f"{block_size} {sorted(scales.items())}"]
+    states = [f"{state.name} {state.kind} {state.type}" for state in graph.states()]
+    parts = [digest_of(graph), *stored, *states, f"{block_size} {sorted(scales.items())}"]
     return hashlib.sha256("\n".join(parts).encode()).digest()

@@ -1,4 +1,4 @@
-"""Plan the KV blocks of each cache kind."""
+"""Plan the KV blocks of each state kind."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from atom.errors import CapacityError
 from atom.graph import Graph
 from atom.runtime.kv.host_blocks import plan_host_blocks
 from atom.runtime.kv.plan import plan_memory
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 
 
-def cache_kinds(graph: Graph) -> list[CacheKind]:
-    """The cache kinds of the graph's layers."""
-    found: dict[str, CacheKind] = {}
-    for cache in graph.caches():
-        known = found.get(cache.kind)
-        size = cache.type.num_bytes + (known.bytes_per_token if known else 0)
-        found[cache.kind] = CacheKind(cache.kind, size, cache.window)
+def state_kinds(graph: Graph, block_size: int) -> list[StateKind]:
+    """The state kinds of the graph's layers."""
+    found: dict[str, StateKind] = {}
+    for state in graph.states():
+        known = found.get(state.kind)
+        size = state.block(block_size).num_bytes + (known.block_bytes if known else 0)
+        found[state.kind] = StateKind(state.kind, state.rule, size, block_size)
     return list(found.values())
 
 
-def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
-    """The cache kinds of all stages, each once."""
+def kinds_of_all(kinds_of: Sequence[Sequence[StateKind]]) -> list[StateKind]:
+    """The state kinds of all stages, each once."""
     return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
 
 
 def plan_kv(
-    kinds: Sequence[CacheKind], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1, left: int | None = None
+    kinds: Sequence[StateKind], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1, left: int | None = None
 ) -> dict[str, int]:
-    """Plan the KV blocks by cache kind. CapacityError or ConfigError if they hold no sequence of max_model_len.
+    """Plan the KV blocks by state kind. CapacityError or ConfigError if they hold no sequence of max_model_len.
 
     num_ranks: the ranks that divide serve.kv_cache_memory
     left: bytes that a GPU has for the blocks; None: a rank's part of serve.kv_cache_memory
@@ -63,22 +63,22 @@ def plan_kv(
 
 
 def plan_stages(
-    kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1
+    kinds_of: Sequence[Sequence[StateKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1
 ) -> dict[str, int]:
-    """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
+    """Plan the KV blocks of all stages: of each state kind as many as the stage with the fewest has."""
     plans = [plan_kv(kinds, serve, limits, num_ranks) for kinds in kinds_of]
     return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
 
 
-def plan_host(kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig) -> dict[str, int]:
-    """Plan the KV blocks in serve.swap_space: of each cache kind as many as the stage with the fewest holds."""
-    plans = [plan_host_blocks(kinds, serve.block_size, serve.swap_space) for kinds in kinds_of]
+def plan_host(kinds_of: Sequence[Sequence[StateKind]], serve: ServeConfig) -> dict[str, int]:
+    """Plan the KV blocks in serve.swap_space: of each state kind as many as the stage with the fewest holds."""
+    plans = [plan_host_blocks(kinds, serve.swap_space) for kinds in kinds_of]
     fewest = min(num_blocks for plan in plans for num_blocks in plan.values())
     return {kind.name: fewest for kind in kinds_of_all(kinds_of)}
 
 
 def min_blocks(plans: Sequence[bytes]) -> dict[str, int]:
-    """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
+    """The KV blocks that each rank has room for, by state kind, of what all have exchanged."""
     fewest: dict[str, int] = {}
     for plan in plans:
         for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():

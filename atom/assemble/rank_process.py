@@ -171,7 +171,8 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
     if num_compiled := compiled.report.compiled:
         say(f"rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have")
     adapters = open_adapters(compiled.graph, tensors, config.serve, mesh, opening.rank)
-    stages = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors, adapters)), mesh)
+    described = describe_rank(compiled.graph, tensors, adapters, config.serve.block_size)
+    stages = compare_ranks(link.exchange(described), mesh)
     kinds_of = [stage.kinds for stage in stages]
     plan, *_ = link.exchange(b"")
     folder = link.receive().decode()

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from atom.assemble.compiling import digest_of
-from atom.assemble.kv_blocks import cache_kinds
+from atom.assemble.kv_blocks import state_kinds
 from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.config import Config
 from atom.config.parallel import devices_of
@@ -23,7 +23,7 @@ from atom.kernels import Communicator, Rendezvous, connect_rank
 from atom.runtime.ranks.links import LOOPBACK, RANK, RANK_ON_GPU, Channel, RankProcess, Ranks
 from atom.runtime.ranks.ray import place_with_ray
 from atom.runtime.ranks.remote import Placement, RemoteRank, await_ranks, without_secrets
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 from atom.weights.evaluate import Loaded
 from atom.weights.lora import LoraWeights, Sizes
 
@@ -44,7 +44,7 @@ class RankModel(msgspec.Struct):
     """Properties of a rank's model, which all ranks exchange."""
 
     weights: bytes  # a digest of samples
-    kinds: list[CacheKind]  # of its layers
+    kinds: list[StateKind]  # of its layers
     modules: dict[str, Sizes]  # of its layers that may have adapters
 
 
@@ -138,10 +138,12 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
     return ours
 
 
-def describe_rank(graph: Graph, tensors: Mapping[Recipe, Loaded], adapters: LoraWeights | None) -> bytes:
+def describe_rank(
+    graph: Graph, tensors: Mapping[Recipe, Loaded], adapters: LoraWeights | None, block_size: int
+) -> bytes:
     """Describe this rank's model, once its weights are loaded, for `compare_ranks`."""
     modules = {} if adapters is None else adapters.modules
-    return msgspec.msgpack.encode(RankModel(sample_weights(tensors), cache_kinds(graph), modules))
+    return msgspec.msgpack.encode(RankModel(sample_weights(tensors), state_kinds(graph, block_size), modules))
 
 
 def compare_ranks(described: Sequence[bytes], mesh: Mesh) -> list[RankModel]:

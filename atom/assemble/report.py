@@ -8,13 +8,12 @@ from typing import Any
 from atom.config import Config
 from atom.process.messages import say
 from atom.runtime.kv.host_blocks import HostBlocks
-from atom.runtime.kv.plan import num_blocks_needed
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 from atom.sampling_params import unused_values
 
 
 def report_engine(
-    kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
+    kinds: Sequence[StateKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
 ) -> None:
     """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
     say(_describe_pool(kinds, num_blocks, config))
@@ -35,14 +34,11 @@ def report_unused(generation: Mapping[str, Any], config: Config) -> None:
         say(f"not used of the checkpoint's generation_config.json, though it changes answers in transformers: {text}")
 
 
-def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:
+def _describe_pool(kinds: Sequence[StateKind], num_blocks: Mapping[str, int], config: Config) -> str:
     serve, limits = config.serve, config.limits
     length, step = limits.max_model_len, limits.max_num_batched_tokens
     num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
-    num_requests = min(
-        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
-        for kind in kinds
-    )
+    num_requests = min((num_blocks[kind.name] - 1) // kind.blocks(length, min(step, length)) for kind in kinds)
     return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len"
 
 

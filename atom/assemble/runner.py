@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 import msgspec
 
 from atom.assemble.compiling import digest_of
-from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages
+from atom.assemble.kv_blocks import kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages, state_kinds
 from atom.checkpoint import Progress
 from atom.compiler import Compiled
 from atom.config import Config
@@ -27,7 +27,7 @@ from atom.runtime.step.model import Model
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
 from atom.runtime.tune import Exchange, single_rank, tune, tune_drafts, use_measured, use_measured_drafts
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.types import StateKind, StepLimits
 from atom.weights.evaluate import Loaded
 
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
@@ -40,7 +40,7 @@ def open_runner(
     progress: Progress,
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
-    kinds_of: Sequence[Sequence[CacheKind]] | None = None,
+    kinds_of: Sequence[Sequence[StateKind]] | None = None,
     exchange: Exchange = single_rank,
     clock: PhaseClock | None = None,
     kv_memory: StableMemory | None = None,
@@ -48,12 +48,12 @@ def open_runner(
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
     measure: called with the model before anything is captured
-    kinds_of: the cache kinds of each stage of a pipeline; None: there is one stage
+    kinds_of: the state kinds of each stage of a pipeline; None: there is one stage
     exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     kv_memory: the KV pool's memory on a GPU with sleep mode
     """
     is_cpu, clock = config.device == "cpu", clock or PhaseClock()
-    kinds_of = kinds_of or [cache_kinds(compiled.graph)]
+    kinds_of = kinds_of or [state_kinds(compiled.graph, config.serve.block_size)]
     with nullcontext() if is_cpu else memory.no_memory_at_start(config.serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
         runner = make_runner(compiled, bindings, config, kinds_of, exchange, kv_memory)
@@ -73,7 +73,7 @@ def make_runner(
     compiled: Compiled,
     bindings: Bindings,
     config: Config,
-    kinds_of: Sequence[Sequence[CacheKind]],
+    kinds_of: Sequence[Sequence[StateKind]],
     exchange: Exchange,
     kv_memory: StableMemory | None,
 ) -> Runner:
@@ -125,7 +125,7 @@ def prepare_gpu(
         measure(model)
         clock.stop("KV scales")
     left = memory.measure_left(runner, sizes[-1:], serve)
-    own = plan_kv(cache_kinds(compiled.graph), serve, config.limits, config.parallel.num_ranks, left)
+    own = plan_kv(state_kinds(compiled.graph, serve.block_size), serve, config.limits, config.parallel.num_ranks, left)
     num_blocks = min_blocks(exchange(msgspec.msgpack.encode(own)))
     runner.bind(num_blocks)
     clock.stop("memory")

@@ -13,7 +13,7 @@ from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.schedule.scheduler import Scheduler
 from atom.runtime.step.runner import Runner
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 
 
 def open_kv_files(host: HostBlocks, serve: ServeConfig, *, pin_memory: bool) -> KVFiles | None:
@@ -25,7 +25,7 @@ def open_kv_files(host: HostBlocks, serve: ServeConfig, *, pin_memory: bool) -> 
 
 
 def open_caches(
-    kinds: Sequence[CacheKind],
+    kinds: Sequence[StateKind],
     num_blocks: Mapping[str, int],
     host: HostBlocks | None,
     salt: bytes,
@@ -34,7 +34,7 @@ def open_caches(
 ) -> list[KVCache]:
     """The KV cache of each data group.
 
-    num_blocks: KV blocks by cache kind
+    num_blocks: KV blocks by state kind
     salt: of the keys of stored blocks
     """
     return [

@@ -29,6 +29,7 @@ from atom.graph.recipes import (
     Shuffle,
     Slice,
     Stack,
+    State,
     Transpose,
     W,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Shuffle",
     "Slice",
     "Stack",
+    "State",
     "Transpose",
     "Type",
     "W",

@@ -18,10 +18,10 @@ from torch import Tensor
 class Batch(NamedTuple):
     """S sequences: s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions."""
 
-    tables: Mapping[str, Tensor]  # by cache kind i32[S, M]: the blocks of each sequence
+    tables: Mapping[str, Tensor]  # by state kind i32[S, M]: the blocks of each sequence
     slot_mappings: Mapping[
         str, Tensor
-    ]  # by cache kind i64[T], where a token is written: block * block size + place in it
+    ]  # by state kind i64[T], where a token is written: block * block size + place in it
     starts: Tensor  # i32[S + 1]
     lengths: Tensor  # i32[S]
     num_decodes: int  # leading sequences of `query_len` queries each
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """The run-time value of a `KV` of the text."""
+    """The run-time value of a `State` of the text."""
 
-    blocks: Tensor  # [blocks, block size, *the entry of a token]
-    kind: str  # of `KV.kind`: its key in a batch's tables and slot mappings
+    blocks: Tensor  # [blocks, *`State.block`]
+    kind: str  # of `State.kind`: its key in a batch's tables and slot mappings

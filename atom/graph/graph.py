@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 
 from atom.errors import PassError
 from atom.graph.ops import Op
-from atom.graph.recipes import KV, Recipe, W, leaves
+from atom.graph.recipes import Recipe, State, W, leaves
 from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
@@ -129,13 +129,17 @@ class Graph:
 
     def recipes(self) -> list[Recipe]:
         """The recipes of all programs, each once, in order."""
-        return [leaf for leaf in self._leaves() if not isinstance(leaf, KV)]
+        return [leaf for leaf in self._leaves() if not isinstance(leaf, State)]
 
-    def caches(self) -> list[KV]:
-        """The caches of all programs, each once, in order."""
-        return [leaf for leaf in self._leaves() if isinstance(leaf, KV)]
+    def states(self) -> list[State]:
+        """The states of all programs, each once, in order."""
+        return [leaf for leaf in self._leaves() if isinstance(leaf, State)]
 
-    def _leaves(self) -> Iterable[Recipe | KV]:
+    def layers(self) -> list[str]:
+        """The names of the layers that have states, each once, in order."""
+        return list(dict.fromkeys(state.name for state in self.states()))
+
+    def _leaves(self) -> Iterable[Recipe | State]:
         every = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
         return dict.fromkeys(every)
 
@@ -149,9 +153,9 @@ class Graph:
         return {leaf.name: leaf for recipe in self.recipes() for leaf in leaves(recipe)}
 
 
-def node_leaves(node: Node) -> Iterator[Recipe | KV]:
-    """The recipes and caches among a call's arguments."""
-    return (arg for arg in node.args if isinstance(arg, Recipe | KV))
+def node_leaves(node: Node) -> Iterator[Recipe | State]:
+    """The recipes and states among a call's arguments."""
+    return (arg for arg in node.args if isinstance(arg, Recipe | State))
 
 
 def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:

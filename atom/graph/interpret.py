@@ -22,13 +22,13 @@ from atom.graph import ops
 from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph, Program
 from atom.graph.mesh import SINGLE, Mesh
-from atom.graph.recipes import KV, Recipe
+from atom.graph.recipes import Recipe, State
 
 TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name) for dtype in GRAPH_DTYPES}
 
 
 Weights = Callable[[Recipe], torch.Tensor]
-Caches = Callable[[KV], torch.Tensor | None]
+Caches = Callable[[State], torch.Tensor | None]
 Watch = Callable[[Node, Sequence[Any]], Any]  # gets each call but collectives before it is run, with its arguments
 Mail = dict[tuple[int, int], deque[torch.Tensor]]  # what was sent and not received yet, by sender and receiver
 
@@ -100,7 +100,7 @@ def _run(
     def value(arg: Any, rank: int) -> Any:
         if isinstance(arg, Node):
             return values[rank][arg]
-        if isinstance(arg, KV):
+        if isinstance(arg, State):
             blocks = blocks_of[rank](arg)
             return None if blocks is None else PagedCache(blocks, arg.kind)
         return weights[rank](arg) if isinstance(arg, Recipe) else arg

@@ -16,7 +16,7 @@
     rope_freqs(64, 10000.0)                                     a constant
     measured("model.layers.0.k_scale")                          a scale that no file has: 1.0 until a start measures it
     lora_stack("model.layers.0.mlp.up_proj.lora_A", bf16[…])    adapters side by side: zeros until they are loaded
-    KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
+    KV("model.layers.0", bf16[2, 3, 64])                        no weight: a layer's state, an entry for each token
 
 Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
 A recipe that describes no tensor raises a ValueError with the reason when it is made.
@@ -24,6 +24,7 @@ A recipe that describes no tensor raises a ValueError with the reason when it is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -33,6 +34,7 @@ from typing import Any, TypeVar
 from atom.graph import formats
 from atom.graph.formats import FormatError
 from atom.graph.types import Type, need
+from atom.state_rules import StateRule, TokenRule, WindowRule
 
 
 @dataclass(frozen=True)
@@ -431,25 +433,46 @@ class LoraStack:
 
 
 @dataclass(frozen=True)
-class KV:
-    """The KV cache of one layer; `type` is the entry of one token."""
+class State(ABC):
+    """What a layer keeps of a sequence between steps, by a rule; a layer may have several, of other types or rules."""
 
-    name: str
-    type: Type
-    window: int | None = None  # tokens that a query sees, itself included; None: all
+    name: str  # of the layer
+    type: Type  # of an entry
 
     def __post_init__(self) -> None:
         need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
         need(self.type.fmt is None, f"{self.name}: a cache is stored plain, not as {self.type.fmt}")
+
+    @property
+    @abstractmethod
+    def rule(self) -> StateRule:
+        """Which entries a sequence has."""
+
+    @property
+    def kind(self) -> str:
+        """States of one kind share a pool's block numbers, and a block table."""
+        return self.rule.name
+
+    def block(self, block_size: int) -> Type:
+        """The type of a block: the entries of `block_size` tokens."""
+        return replace(self.type, shape=(block_size, *self.type.shape))
+
+
+@dataclass(frozen=True)
+class KV(State):
+    """The KV cache of one layer, with an entry for each token."""
+
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window is not None:
             _need_count(f"{self.name}: window", self.window)
 
     @property
-    def kind(self) -> str:
-        if self.window is not None:
-            return f"window_{self.window}"
-        return "latent" if len(self.type.shape) == 1 else "full"  # one entry for all heads, or keys and values of each
+    def rule(self) -> StateRule:
+        return TokenRule() if self.window is None else WindowRule(self.window)
 
 
 AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mesh`
@@ -461,7 +484,7 @@ Ranked = Share | Once | Offset  # of which each rank has its own
 Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Constant | Ranked
 
 # the names that recipes have in the text
-TEXT_NAMES: dict[str, type[Recipe | KV]] = {
+TEXT_NAMES: dict[str, type[Recipe | State]] = {
     "W": W,
     "cat": Cat,
     "stack": Stack,

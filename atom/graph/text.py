@@ -21,7 +21,7 @@ from torch.fx import Node
 from atom.errors import ConfigError, PassError
 from atom.graph.graph import Graph, Program, call_of, results_of
 from atom.graph.ops import OPS
-from atom.graph.recipes import KV, TEXT_NAMES, Recipe, W
+from atom.graph.recipes import TEXT_NAMES, Recipe, State, W
 from atom.graph.types import BATCH, BITS, BatchType, Type
 
 NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
@@ -53,7 +53,7 @@ def _show_program(program: Program) -> str:
 def _show_value(value: Any) -> str:
     if isinstance(value, Node):
         return str(value.name)
-    if isinstance(value, Recipe | KV):
+    if isinstance(value, Recipe | State):
         return _show_leaf(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_show_value, value))}]"

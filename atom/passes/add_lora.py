@@ -55,7 +55,7 @@ class _Factors(NamedTuple):
 def add_lora(graph: Graph, context: PassContext) -> Graph:
     if not context.max_loras:
         return graph
-    layers, num_columns = [cache.name for cache in graph.caches()], context.max_loras * context.max_lora_rank
+    layers, num_columns = graph.layers(), context.max_loras * context.max_lora_rank
     for name in (BODY, HEAD, POOL):
         if (program := graph.programs.get(name)) is None:
             continue

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, Graph, Program, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Program, State, ops
 from atom.graph.graph import NOISE, call_of, copy_calls, node_leaves, results_of
 
 
@@ -81,8 +81,8 @@ def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> N
 
 
 def _ahead_of_attention(program: Program, states: Sequence[Node]) -> set[Node]:
-    """The calls with a cache and those of these states, and all calls and inputs that they depend on."""
-    found = {call for call in program.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))}
+    """The calls with a state and those of these states, and all calls and inputs that they depend on."""
+    found = {call for call in program.nodes if any(isinstance(leaf, State) for leaf in node_leaves(call))}
     waiting = [*found, *(call_of(state) for state in states)]
     found |= set(waiting)
     while waiting:

@@ -32,7 +32,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, Graph, Program, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Program, State, ops
 from atom.graph.graph import call_of, copy_calls, node_leaves
 from atom.passes.context import PassContext
 
@@ -43,7 +43,7 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
         return graph
     body = graph.programs[BODY]
     assert len(body.results) == 1, "config.load refuses drafts that read layers of several stages"
-    layers = [call for call in body.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))]
+    layers = _first_calls(body)
     counts = layers_of_stages(len(layers), num_stages)
     starts = [sum(counts[:number]) for number in range(num_stages)]
     borders = [_border(body, layers[:start], layers[start]) for start in starts[1:]]
@@ -70,6 +70,16 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each stage has."""
     fewest, more = divmod(num_layers, num_stages)
     return [fewest + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
+
+
+def _first_calls(body: Program) -> list[Node]:
+    """The first call with a state of each layer."""
+    found: dict[str, Node] = {}
+    for call in body.nodes:
+        for leaf in node_leaves(call):
+            if isinstance(leaf, State):
+                found.setdefault(leaf.name, call)
+    return list(found.values())
 
 
 def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:

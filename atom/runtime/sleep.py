@@ -83,7 +83,7 @@ class CPUSleeper(Sleeper):
     ) -> None:
         """
         weights: those that the runner's model finds when it is bound
-        num_blocks: of KV, by cache kind
+        num_blocks: of KV, by state kind
         """
         super().__init__(runner, load)
         self._weights, self._num_blocks = weights, num_blocks

@@ -341,7 +341,7 @@ def _enter_context(gpu: int | None) -> None:
 
 
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
-    """Blocks by cache kind that hold the context of num_rows, or take half of the free memory."""
+    """Blocks by state kind that hold the context of num_rows, or take half of the free memory."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
     if not model.is_cpu:
         size = sum(cache[0].nbytes for cache in model.caches.values())

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from atom.config.limits import EngineLimits
 from atom.sampling_params import SamplingParams
+from atom.state_rules import StateRule
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # parts of an engine's memory that can be woken up apart, by vLLM's names
 TAGS = (WEIGHTS, KV_CACHE)
@@ -28,12 +29,31 @@ INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered b
 
 
 @dataclass(frozen=True)
-class CacheKind:
-    """A kind of KV cache: layers that keep the same for each token."""
+class StateKind:
+    """The layers whose states have one rule, in blocks of a pool of their own."""
 
     name: str  # "full", "window_4096"
-    bytes_per_token: int  # over all layers of this kind
-    window: int | None = None  # tokens that a query sees, itself included; None: all
+    rule: StateRule
+    block_bytes: int  # over all layers of this kind
+    block_tokens: int  # whose entries are in a block
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def blocks(self, num_tokens: int, step: int = 1) -> int:
+        """The max number of blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
+        span = self.rule.num_read(max(num_tokens - step, 0), num_tokens)  # tokens, wherever blocks begin
+        kept = (span - 2) // self.block_tokens + 2 + 1  # and the block that `KVCache.commit` keeps for siblings
+        return min(-(-num_tokens // self.block_tokens), kept)
+
+    def first_visible(self, query: int) -> int:
+        """The index of the first block that a query at this position reads."""
+        return self.rule.first_visible(query) // self.block_tokens
+
+    def is_usable(self, first_held: int, num_tokens: int) -> bool:
+        """Whether a prefix of that many tokens can be used if its blocks from number `first_held` on are held."""
+        return first_held <= self.first_visible(num_tokens)
 
 
 class DraftTable(Protocol):
@@ -136,7 +156,7 @@ class SchedulingState:
     group: int = 0  # the data group that it is in, once it is in one
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
-    blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
+    blocks: dict[str, list[int]] = field(default_factory=dict)  # state kind -> block numbers, in order; 0 is no block
     drafts: list[int] = field(default_factory=list)  # after the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
 
@@ -209,7 +229,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class BlockCopies(msgspec.Struct, tag=True):
-    """Copies of blocks to host memory, and then from there, by cache kind: pairs of a block and a block of the host.
+    """Copies of blocks to host memory, and then from there, by state kind: pairs of a block and a block of the host.
 
     They start after the preceding steps and run during the next one; the step after that waits for them. Writes to
     files come first, then fills from files, saves and loads.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from kinds import full_kind, window_kind
 
-from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages
+from atom.assemble.kv_blocks import kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages, state_kinds
 from atom.config import ServeConfig
 from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
 from atom.graph import parse
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
+from atom.state_rules import TokenRule, WindowRule
 
-FULL, WINDOW = CacheKind("full", 8), CacheKind("window_6", 24, 6)
+FULL, WINDOW = full_kind(8), window_kind(6, 24, name="window_6")
 LIMITS = EngineLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
 GRAPH = """\
 def body(q: fp32[T, 1, 4], k: fp32[T, 1, 4]):
@@ -29,7 +31,10 @@ def serve(**fields: int) -> ServeConfig:
 
 def test_layers_that_keep_the_same_tokens_are_one_kind():
     size = 2 * 1 * 4 * 4  # keys and values, heads, dims, bytes
-    assert cache_kinds(parse(GRAPH)) == [CacheKind("full", 2 * size), CacheKind("window_6", size, 6)]
+    assert state_kinds(parse(GRAPH), 4) == [
+        StateKind("full", TokenRule(), 2 * size * 4, 4),
+        StateKind("window_6", WindowRule(6), size * 4, 4),
+    ]
 
 
 def test_kinds_of_stages_are_listed_once():
@@ -63,7 +68,7 @@ def test_too_little_memory_is_refused_with_the_field_that_gives_more():
 
 def test_all_stages_have_the_blocks_of_the_one_with_the_fewest():
     memory = 40 * 4 * FULL.bytes_per_token
-    wide = CacheKind("full", 2 * FULL.bytes_per_token)
+    wide = full_kind(2 * FULL.bytes_per_token)
     assert plan_stages([[FULL], [wide]], serve(kv_cache_memory=memory), LIMITS) == {"full": 20}
     host = plan_host([[FULL], [wide, WINDOW]], serve(swap_space=memory))
     assert host == {"full": 8, "window_6": 8}, "40 · 8 bytes of a token, of 16 + 24 in the second stage"

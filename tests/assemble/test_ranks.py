@@ -14,14 +14,15 @@ from atom.assemble.ranks import RankModel, check_placed, check_same_weights, com
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError, EngineDeadError
 from atom.graph import Mesh, Share, Type, W
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
+from atom.state_rules import TokenRule
 
 NORM = W("norm", Type("fp32", (4,)))
 ONE, OTHER = b"1", b"2"
 
 
 def described(weights: bytes, kind: str) -> bytes:
-    return msgspec.msgpack.encode(RankModel(weights, [CacheKind(kind, 8)], {}))
+    return msgspec.msgpack.encode(RankModel(weights, [StateKind(kind, TokenRule(), 32, 4)], {}))
 
 
 def test_the_models_of_stages_are_those_of_their_first_ranks():

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kinds import full_kind
 
 from atom.assemble.report import report_engine, report_unused
 from atom.config.load import load
-from atom.runtime.types import CacheKind, SwapCosts
+from atom.runtime.types import SwapCosts
 
-KINDS = [CacheKind("full", 8)]
+KINDS = [full_kind(8, 16)]
 
 
 def report(capsys: pytest.CaptureFixture[str], *overrides: str, host: Any = None, blocks: int = 17) -> str:

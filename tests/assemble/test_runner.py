@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from kinds import full_kind
 
 from atom.assemble.runner import make_runner, max_flops, measure_costs
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.runtime.step.program import Bindings
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.types import StepLimits
 
 
 def test_all_stages_capture_by_the_flops_of_the_one_that_computes_the_most():
@@ -51,7 +52,7 @@ def test_a_runner_has_the_limits_of_its_configuration_and_runs_ahead_of_stages(c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atom.assemble.runner.Model", make)
         patch.setattr("atom.assemble.runner.Runner", lambda model, **more: SimpleNamespace(host=None, more=more))
-        kinds = [[CacheKind("full", 8)]]
+        kinds = [[full_kind(8, 16)]]
         runner: Any = make_runner(compiled, bindings, config, kinds, lambda own: [own], None)
         stages = load([*config.overrides, "parallel.pipeline=3", "job=explain"])
         ahead: Any = make_runner(compiled, bindings, stages, kinds, lambda own: [own], None)

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kinds import full_kind
 
 from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
 from atom.config import ServeConfig
 from atom.config.limits import Drafting
 from atom.runtime.draft.speculation import NgramDrafter, RunnerDrafter
-from atom.runtime.types import CacheKind, Sequence, StepLimits
+from atom.runtime.types import Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
-KINDS = [CacheKind("full", 8)]
+KINDS = [full_kind(8, 16)]
 REPEATED = [1, 2, 3, 4, 1, 2]
 
 

@@ -49,7 +49,7 @@ def test_recipes_and_caches_read_back_as_equal_values():
     (recipe,) = parse(text).recipes()
     assert recipe == Cat((W("a", Type("bf16", (2, 8))), W("b", Type("bf16", (3, 8)))), 0)
     kv = 'def f(q: bf16[T, 2, 8], k: bf16[T, 1, 8]):\n    a = attention(q, k, k, KV("0", bf16[2, 1, 8], window=4), scale=1.0, window=4)\n    return a\n'
-    assert parse(kv).caches() == [KV("0", Type("bf16", (2, 1, 8)), window=4)]
+    assert parse(kv).states() == [KV("0", Type("bf16", (2, 1, 8)), window=4)]
 
 
 def test_a_stored_format_is_part_of_a_type():
@@ -154,7 +154,7 @@ def body(q: bf16[T, 2, 8], r: bf16[T, 2, 4], latent: bf16[T, 16], k: bf16[T, 1, 
     a = mla_attention(q, r, latent, k, W("kv_b", bf16[32, 16]), KV("0", bf16[20]%s), scale=1.0)
     return a
 """
-    (cache,) = parse(text % "").caches()
-    assert cache.kind == "latent"
+    (cache,) = parse(text % "").states()
+    assert cache.kind == "full"
     with pytest.raises(ConfigError, match=r"graph:2: .*latent attention has no window, the cache keeps 4 tokens"):
         parse(text % ", window=4")

@@ -68,10 +68,10 @@ def run(text: str) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.rand(4, 2, generator=random)
     table, slots = torch.tensor([[1, 2], [3, 0]]).int(), torch.tensor([8, 12, 13, 14])
     graph = parse(text)
-    (kind,) = {cache.kind for cache in graph.caches()}
+    (kind,) = {cache.kind for cache in graph.states()}
     batch = Batch({kind: table}, {kind: slots}, torch.tensor([0, 1, 4]).int(), torch.tensor([5, 3]).int(), 1)
     inputs |= {"cos": angles.cos(), "sin": angles.sin(), "batch": batch}
-    cache = torch.randn(4, 4, 2, 2, 4, generator=random).to(TORCH_DTYPES[graph.caches()[0].type.dtype])
+    cache = torch.randn(4, 4, 2, 2, 4, generator=random).to(TORCH_DTYPES[graph.states()[0].type.dtype])
     return interpret(graph, "f", inputs, random_weight, lambda _: cache), cache.float()
 
 
@@ -143,4 +143,4 @@ def body(qkv: bf16[T, 32], cos: fp32[T, 2], sin: fp32[T, 2]):
     ]:  # fmt: skip
         graph = lower(parse(text), level, target)
         assert [call.target for op in (*two, ops.norm_rope_attention) for call in graph.find(op)] == expected
-        assert graph.caches() == [KV("0", *(cache.type for cache in parse(text).caches()))]
+        assert graph.states() == [KV("0", *(cache.type for cache in parse(text).states()))]

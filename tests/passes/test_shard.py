@@ -161,7 +161,7 @@ def body(x: fp32[T, 8]):
 def test_heads_of_keys_and_values_are_on_several_ranks_where_these_are_more(ranks: int, kv_heads: int):
     x, mesh = torch.randn(5, 8), Mesh(ranks)
     graph = sharded(parse(GROUPED), mesh)
-    (cache,) = graph.caches()
+    (cache,) = graph.states()
     assert cache.type.shape == (2, kv_heads, 4)
     read = [lambda recipe, rank=rank: random_weight(localize(recipe, mesh.coordinates(rank))) for rank in range(ranks)]
     expected = interpret(parse(GROUPED), "body", {"x": x}, random_weight)

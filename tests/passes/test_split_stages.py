@@ -181,7 +181,7 @@ def logits_of_stages(checkpoint: Path, tokens: list[int], mesh: Mesh) -> list[to
         verify(graphs[-1], ops.SEMANTIC)
         assert show(parse(show(graphs[-1]))) == show(graphs[-1])
     assert {name for graph in graphs for name in graph.stored()} == semantic_graph(config).stored().keys()
-    assert sum(len(graph.caches()) for graph in graphs) == config.model.layers
+    assert sum(len(graph.states()) for graph in graphs) == config.model.layers
     opened, read = open_for(config, SilentProgress()), []
     for rank in range(mesh.num_ranks):
         recipes = graphs[mesh.stage(rank)].recipes()

@@ -56,7 +56,7 @@ def test_attention_becomes_a_layer_of_another_engine(context, after):
     graph = hand_over_attention(parse(ATTENTION), context)
     verify(graph, ops.LOWERED)
     assert text_of(graph) == after
-    assert graph.caches() == []
+    assert graph.states() == []
 
 
 @pytest.mark.parametrize(

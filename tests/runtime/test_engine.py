@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from kinds import full_kind
 
 from atom.errors import CapacityError, ConfigError, RequestError
 from atom.runtime.engine import Engine
@@ -15,7 +16,7 @@ from atom.runtime.kv.cache import KVCache
 from atom.runtime.metrics import EngineStats
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.scheduler import Scheduler
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOptions, RequestOutput, Sampled, StepLimits
+from atom.runtime.types import Logprobs, Plan, RequestOptions, RequestOutput, Sampled, StepLimits
 from atom.runtime.types import Sequence as Running
 from atom.sampling_params import SamplingParams
 
@@ -92,7 +93,7 @@ class Script:
 def make_engine(runner: Script, **limits: Any) -> Engine:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 100, **limits}
     prefix, num_blocks = sizes.pop("prefix", False), sizes.pop("num_blocks", 100)
-    cache = KVCache([CacheKind("full", 1)], {"full": 1 + num_blocks}, 4, enable_prefix_caching=prefix)
+    cache = KVCache([full_kind()], {"full": 1 + num_blocks}, 4, enable_prefix_caching=prefix)
     tokenizer: Any = Letters()
     return Engine(
         runner,  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from kinds import full_kind
 
 from atom import LLMEngine, weights
 from atom.assemble.kv_blocks import plan_kv
@@ -24,7 +25,7 @@ from atom.runtime import memory
 from atom.runtime.step.input import BatchShape
 from atom.runtime.step.model import Computed, Model
 from atom.runtime.step.program import Bindings
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.types import StepLimits
 
 GIB = 1 << 30
 
@@ -216,4 +217,4 @@ def test_a_share_that_leaves_no_pool_names_what_takes_it(checkpoints: Any) -> No
     config = config_of(checkpoints("qwen3"), max_num_seqs=7)
     message = r"2\.0 GiB more\. Raise that, or lower serve\.max_num_batched_tokens \(\d+\) or serve\.max_num_seqs \(7\)"
     with pytest.raises(CapacityError, match=message):
-        plan_kv([CacheKind("full", 64)], config.serve, config.limits, left=-2 * GIB)
+        plan_kv([full_kind(64, 16)], config.serve, config.limits, left=-2 * GIB)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from atom import LLMEngine, SamplingParams, assemble, weights
+from atom import LLMEngine, SamplingParams, weights
 from atom.assemble.runner import use_parameters
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
@@ -69,9 +69,8 @@ def open_model(checkpoint: Path, **more: Any) -> tuple[Model, Graph]:
     config = load(engine_overrides(str(checkpoint), {**FIELDS, "model.layers": 1, **more}))
     graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
     tensors = weights.load_dummy(graph.recipes(), seed=0)
-    blocks = {kind.name: 2 for kind in assemble.cache_kinds(graph)}
     model = Model(graph, Bindings(tensors), 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
-    model.bind(blocks)
+    model.bind(dict.fromkeys(model.kinds, 2))
     return model, graph
 
 
@@ -334,7 +333,7 @@ def test_gemms_of_experts_are_measured_besides_linears(
     )
     bindings = Bindings(weights.load_dummy(graph.recipes(), seed=0))
     model = Model(graph, bindings, 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
-    model.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
+    model.bind(dict.fromkeys(model.kinds, 2))
     slow, fast = Tiles(16, 32, 32, 4, 1), Tiles(32, 32, 32, 4, 1)
     monkeypatch.setattr(grouped_tune.ExpertsTuner, "candidates", lambda *_: [slow, fast])
     tuners = [linear_tune.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]

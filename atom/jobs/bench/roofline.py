@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
+from atom.graph import TORCH_DTYPES, Graph, Program, Recipe, State, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipe_contents import held_bytes
 from atom.graph.shares import active_fraction, group_of, num_parts
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
+from atom.state_rules import StateRule
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
@@ -120,20 +121,23 @@ class Attention(NamedTuple):
     """One layer's attention."""
 
     window: int | None  # tokens that a query sees, itself included
-    num_bytes: int  # of KV, a token
+    states: tuple[tuple[StateRule, int], ...]  # that it reads: the rule, and the bytes of an entry
     decode_flops: int  # of a query and a token that it sees
     prefill_flops: int  # the same, in a prompt
     weight: Matmul | None = None  # a further weight that it multiplies with
 
     def work(self, step: Step) -> Work:
         window = self.window or 1 << 62
-        seen = sum(min(context, window) for context in step.decodes)
-        num_read, flops = seen, float(seen * self.decode_flops)
-        for start, num_tokens in step.chunks:
-            num_read += min(start + num_tokens, window - 1 + num_tokens)
-            flops += visible_pairs(start, num_tokens, window) * self.prefill_flops
-        work = Work(float(num_read * self.num_bytes), flops)
+        flops = float(sum(min(context, window) for context in step.decodes) * self.decode_flops)
+        flops += sum(visible_pairs(start, num, window) for start, num in step.chunks) * self.prefill_flops
+        work = Work(float(sum(num_read(rule, step) * size for rule, size in self.states)), flops)
         return work if self.weight is None else total([work, self.weight.work(step.num_tokens)])
+
+
+def num_read(rule: StateRule, step: Step) -> int:
+    """The number of entries of a state that the step reads."""
+    decodes = sum(rule.num_read(context - 1, context) for context in step.decodes)
+    return decodes + sum(rule.num_read(start, start + num_tokens) for start, num_tokens in step.chunks)
 
 
 @dataclass
@@ -171,8 +175,7 @@ def program_costs(program: Program) -> Costs:
         weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
         matmuls = find_matmuls(node, weights)
         if node.target in ATTENTION:
-            (cache,) = (arg for arg in node.args if isinstance(arg, KV))
-            costs.attention.append(attention_costs(node, cache, matmuls[0] if matmuls else None))
+            costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
         else:
             costs.matmuls += matmuls
         if not matmuls:
@@ -222,16 +225,17 @@ def _num_groups(rows: Node) -> int:
     return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 
-def attention_costs(node: Node, cache: KV, weight: Matmul | None) -> Attention:
+def attention_costs(node: Node, weight: Matmul | None) -> Attention:
+    states = tuple((leaf.rule, leaf.type.num_bytes) for leaf in node_leaves(node) if isinstance(leaf, State))
     query: Type = node.args[0].meta["type"]  # [T, N, D]
     heads, dim = (int(size) for size in query.shape[1:])
     if weight is None:
         flops = 4 * heads * dim
-        return Attention(node.kwargs.get("window"), cache.type.num_bytes, flops, flops)
+        return Attention(node.kwargs.get("window"), states, flops, flops)
     rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
     entry, value = rank + int(node.args[1].meta["type"].shape[-1]), rows // heads - dim
     absorbed, expanded = entry + rank, dim + entry - rank + value
-    return Attention(None, cache.type.num_bytes, 2 * heads * absorbed, 2 * heads * expanded, weight)
+    return Attention(None, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
 
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:

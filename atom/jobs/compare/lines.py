@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from atom.graph import BODY, HEAD, KV, Graph, Recipe, show
+from atom.graph import BODY, HEAD, Graph, Recipe, State, show
 from atom.graph.graph import call_of, node_leaves, results_of
 from atom.graph.recipe_contents import packed_to
 from atom.graph.recipes import leaves
@@ -42,7 +42,9 @@ def read_lines(graph: Graph) -> dict[Value, Line]:
     for program in (BODY, HEAD):
         for node in graph.programs[program].nodes:
             names = [
-                leaf.name for each in node_leaves(node) for leaf in ([each] if isinstance(each, KV) else leaves(each))
+                leaf.name
+                for each in node_leaves(node)
+                for leaf in ([each] if isinstance(each, State) else leaves(each))
             ]
             if names:
                 match = next(filter(None, map(LAYER.search, names)), None)
@@ -72,7 +74,7 @@ def number_lines(text: str) -> Iterator[tuple[Value, tuple[int, str]]]:
 def formats_of(node: Node) -> frozenset[str]:
     """The formats that a call's weights are packed to while they load, of the KV, and that of its activations."""
     made = {fmt for arg in node.args if isinstance(arg, Recipe) for fmt in packed_to(arg)}
-    made |= {arg.type.dtype for arg in node.args if isinstance(arg, KV) and arg.type.dtype.startswith("fp8")}
+    made |= {arg.type.dtype for arg in node.args if isinstance(arg, State) and arg.type.dtype.startswith("fp8")}
     return frozenset(made | {act} if (act := node.kwargs.get("act")) else made)
 
 
@@ -134,9 +136,9 @@ def reads_of(graph: Graph, program: str, call: Node) -> Iterator[tuple[str, Node
 
 def writers_of(graph: Graph, program: str, call: Node) -> Iterator[Node]:
     """A result of each earlier call with the same KV."""
-    caches = {arg for arg in call.args if isinstance(arg, KV)}
+    caches = {arg for arg in call.args if isinstance(arg, State)}
     for other in graph.programs[program].nodes:
         if other is call:
             return
-        if not caches.isdisjoint(arg for arg in other.args if isinstance(arg, KV)):
+        if not caches.isdisjoint(arg for arg in other.args if isinstance(arg, State)):
             yield results_of(other)[0]

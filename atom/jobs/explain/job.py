@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.assemble import cache_kinds, digest_of, formats_made, left_plain, mtp_patterns
+from atom.assemble import digest_of, formats_made, left_plain, mtp_patterns, state_kinds
 from atom.cache import Cache, key_of
 from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
@@ -193,8 +193,8 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
 
     graphs: of all stages of a pipeline
     """
-    kinds, mesh = cache_kinds(graph), mesh_of(config)
-    others = [cache_kinds(each) for each in graphs if each is not graph]
+    kinds, mesh = state_kinds(graph, config.serve.block_size), mesh_of(config)
+    others = [state_kinds(each, config.serve.block_size) for each in graphs if each is not graph]
     nodes = [node for program in graph.programs.values() for node in program.nodes]
     return {
         **weight_sizes(graph),
@@ -208,7 +208,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         **kv_pool(kinds, config.serve, config.limits, mesh.num_ranks, others),
         **({"ranks": asdict(mesh), "collectives": collectives(graph)} if mesh.num_ranks > 1 else {}),
         **exchanges(graphs, config),
-        **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
+        **({"stages": [stage_sizes(each, config.serve.block_size) for each in graphs]} if len(graphs) > 1 else {}),
     }
 
 
@@ -244,12 +244,12 @@ def weight_sizes(graph: Graph) -> dict[str, Any]:
     }
 
 
-def stage_sizes(graph: Graph) -> dict[str, int]:
+def stage_sizes(graph: Graph, block_size: int) -> dict[str, int]:
     """The layers of a stage, and what each of its ranks has of them."""
     return {
-        "layers": len(graph.caches()),
+        "layers": len(graph.layers()),
         "weights_bytes": sum(map(held_bytes, graph.recipes())),
-        "kv_bytes_per_token": sum(kind.bytes_per_token for kind in cache_kinds(graph)),
+        "kv_bytes_per_token": sum(kind.bytes_per_token for kind in state_kinds(graph, block_size)),
     }
 
 

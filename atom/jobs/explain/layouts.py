@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from atom.assemble import cache_kinds, kinds_of_all, plan_stages
+from atom.assemble import kinds_of_all, plan_stages, state_kinds
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
 from atom.config.check_parallel import divides_heads
@@ -30,8 +30,7 @@ from atom.graph.recipe_contents import held_bytes
 from atom.jobs.bench.roofline import MATMULS, Limits, Matmul, program_costs, read_costs, step_work, total
 from atom.jobs.bench.workload import Step
 from atom.kernels import Target
-from atom.runtime.kv.plan import num_blocks_needed
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 
 NUM_GPUS = (2, 4, 8, 16)  # that are shown besides one
 ON_A_HOST = 8  # of these; more are shown if no fewer are enough
@@ -40,13 +39,13 @@ CONTEXT = 1024  # tokens that each of these sees
 
 
 def kv_pool(
-    kinds: list[CacheKind],
+    kinds: list[StateKind],
     serve: ServeConfig,
     limits: EngineLimits,
     num_ranks: int,
-    others: Sequence[list[CacheKind]] = (),
+    others: Sequence[list[StateKind]] = (),
 ) -> dict[str, Any]:
-    """The capacity of the configured pool: tokens by cache kind, the longest sequence, up to max_model_len, and how
+    """The capacity of the configured pool: tokens by state kind, the longest sequence, up to max_model_len, and how
     many sequences of max_model_len it holds.
 
     num_ranks: the ranks that divide serve.kv_cache_memory
@@ -60,9 +59,9 @@ def kv_pool(
     longest = bisect_left(range(1, max_model_len + 1), True, key=lambda length: plan(length) is None)
     num_blocks = plan(longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
-    needed = _blocks_of_one(kinds_of, serve.block_size, limits)
+    needed = _blocks_of_one(kinds_of, limits)
     return {
-        "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
+        "kv_pool_bytes": sum(num_blocks[kind.name] * kind.block_bytes for kind in kinds),
         "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
         "kv_longest_sequence": longest,
         "kv_sequences": min((num_usable[name] // num for name, num in needed.items() if num), default=0),
@@ -70,21 +69,21 @@ def kv_pool(
 
 
 def _plan(
-    kinds_of: Sequence[list[CacheKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int
+    kinds_of: Sequence[list[StateKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int
 ) -> dict[str, int] | None:
-    """The pool's blocks by cache kind for sequences of max_model_len; None if it does not hold one."""
+    """The pool's blocks by state kind for sequences of max_model_len; None if it does not hold one."""
     try:
         num_blocks = plan_stages(kinds_of, serve, limits, num_ranks)
     except (CapacityError, ConfigError):
         return None
-    needed = _blocks_of_one(kinds_of, serve.block_size, limits)
+    needed = _blocks_of_one(kinds_of, limits)
     return num_blocks if all(needed[name] < num for name, num in num_blocks.items()) else None  # block 0 is padding's
 
 
-def _blocks_of_one(kinds_of: Sequence[list[CacheKind]], block_size: int, limits: EngineLimits) -> dict[str, int]:
-    """The blocks by cache kind that a sequence of max_model_len needs."""
+def _blocks_of_one(kinds_of: Sequence[list[StateKind]], limits: EngineLimits) -> dict[str, int]:
+    """The blocks by state kind that a sequence of max_model_len needs."""
     length, step = limits.max_model_len, min(limits.max_model_len, limits.max_num_batched_tokens)
-    return {kind.name: num_blocks_needed(kind, block_size, length, step) for kind in kinds_of_all(kinds_of)}
+    return {kind.name: kind.blocks(length, step) for kind in kinds_of_all(kinds_of)}
 
 
 def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
     for graph, held in zip(graphs, weights_bytes, strict=True):
         left = max(gpu.memory - held, 0)  # of each rank
         serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
-        pools.append(kv_pool(cache_kinds(graph), serve, config.limits, mesh.num_ranks))
+        pools.append(kv_pool(state_kinds(graph, serve.block_size), serve, config.limits, mesh.num_ranks))
     longest = min(pool["kv_longest_sequence"] for pool in pools)
     names = dict.fromkeys(name for pool in pools for name in pool["kv_tokens"])
     fewest = {name: min(pool["kv_tokens"].get(name, inf) for pool in pools) for name in names}

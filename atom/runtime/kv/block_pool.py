@@ -1,6 +1,6 @@
-"""Manage the KV blocks of one cache kind: held, free or cached; no tensors.
+"""Manage the KV blocks of one state kind: held, free or cached; no tensors.
 
-    pool = BlockPool(CacheKind("full", 2048), 1024, 16, PrefixCache())
+    pool = BlockPool(StateKind("full", TokenRule(), 32768, 16), 1024, PrefixCache())
     block = pool.take()                                 # blank, else the least recently used of the cached
     pool.publish(block, prefix)                         # others find it, and share it
     pool.release(block)                                 # by its last holder: cached
@@ -16,21 +16,20 @@ from itertools import islice
 
 from atom.runtime.kv.files import KVFiles, digest_of
 from atom.runtime.kv.prefix_cache import Prefix, PrefixCache
-from atom.runtime.types import CacheKind
+from atom.runtime.types import StateKind
 
 SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
 
 
 class BlockPool:
-    """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
+    """The blocks of one state kind: held by tables, free and blank, or free and cached until they are taken."""
 
-    def __init__(
-        self, kind: CacheKind, num_blocks: int, block_size: int, prefixes: PrefixCache, host: HostPool | None = None
-    ) -> None:
+    def __init__(self, kind: StateKind, num_blocks: int, prefixes: PrefixCache, host: HostPool | None = None) -> None:
         """host: the pool in host memory where the content of cached blocks is saved; None: it is lost"""
         assert num_blocks > 1, f"{kind.name}: a pool needs a block besides block 0"
-        self.kind, self.name, self.window = kind, kind.name, kind.window  # the name is that of its blocks in `Prefix`
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.kind, self.name = kind, kind.name  # the name is that of its blocks in `Prefix`
+        self.keeps_all = kind.rule.keeps_all
+        self.num_blocks = num_blocks
         self.num_holders = [0] * num_blocks
         self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
         self.blank = list(range(num_blocks - 1, 0, -1))
@@ -43,10 +42,6 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self.blank) + len(self.cached)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * self.kind.bytes_per_token
 
     def take(self, *, to_load: bool = False) -> int:
         """Take a free block. to_load: for a load from the host, which runs after the save of what the block held"""
@@ -127,18 +122,12 @@ class BlockPool:
         assert prefix, "a cached block has a prefix"
         return prefix
 
-    def first_visible_block(self, query: int) -> int:
-        """The index of the first block that a query at this position attends to."""
-        return 0 if self.window is None else max(query - self.window + 1, 0) // self.block_size
-
 
 class HostPool(BlockPool):
-    """The blocks in host memory of one cache kind, whose content may go to files when they are taken."""
+    """The blocks in host memory of one state kind, whose content may go to files when they are taken."""
 
-    def __init__(
-        self, kind: CacheKind, num_blocks: int, block_size: int, prefixes: PrefixCache, files: KVFiles | None
-    ) -> None:
-        super().__init__(kind, num_blocks, block_size, prefixes)
+    def __init__(self, kind: StateKind, num_blocks: int, prefixes: PrefixCache, files: KVFiles | None) -> None:
+        super().__init__(kind, num_blocks, prefixes)
         self.name = f"host:{kind.name}"
         self.fresh: set[int] = set()  # blocks that the next plan's copies write to
         self._files = files

@@ -1,16 +1,16 @@
-"""Allocate KV blocks to sequences, by cache kind; no tensors.
+"""Allocate KV blocks to sequences, by state kind; no tensors.
 
 Room, sharing and prefix hits are decided here; `plan.py` computes the number of blocks, `block_pool.py` chooses the one
 that is taken next.
 
-    cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
+    cache = KVCache(kinds, {"full": 1024}, block_size=16, enable_prefix_caching=True)
     sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
     cache.allocate(sequence, 40)                            # room for the KV of positions 0 to 39; the step runs
     sequence.num_computed = 40
     cache.commit(sequence)                                  # its 2 full blocks are prefixes for others from now on
     cache.free(sequence)                                    # and stay so until their room is needed
 
-Each cache kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
+Each state kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
 
 A pool may be backed by another one in host memory. What its cached blocks hold is copied there before they are reused,
 be it an evicted prefix, a preempted sequence or an idle conversation. A prefix that only the host holds gets blocks
@@ -32,9 +32,8 @@ from typing import NamedTuple
 
 from atom.runtime.kv.block_pool import BlockPool, HostPool
 from atom.runtime.kv.files import Fetch, KVFiles, chain, digest_of
-from atom.runtime.kv.plan import num_blocks_needed
 from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
-from atom.runtime.types import BlockCopies, CacheKind, Sequence, SwapCosts
+from atom.runtime.types import BlockCopies, Sequence, StateKind, SwapCosts
 
 SAVED_BYTES = 64 << 20  # max bytes that are saved during a step, which takes longer than these copies
 LOADED_BYTES = 256 << 20  # min load budget of a step; 5 ms of PCIe 5, about a decode step of an 8B model
@@ -52,7 +51,7 @@ class KVCache:
 
     def __init__(
         self,
-        kinds: SequenceOf[CacheKind],
+        kinds: SequenceOf[StateKind],
         num_blocks: Mapping[str, int],
         block_size: int,
         *,
@@ -64,7 +63,7 @@ class KVCache:
         loaded_bytes: int = LOADED_BYTES,
     ) -> None:
         """
-        num_blocks: of each pool, by cache kind, including block 0, where padding reads and writes
+        num_blocks: of each pool, by state kind, including block 0, where padding reads and writes
         salt: all that the KV of this engine depends on
         num_host_blocks: of each pool in host memory, including its block 0; None: there are none
         costs: of loading from host memory; None: it always pays
@@ -76,17 +75,15 @@ class KVCache:
         self.prefixes = PrefixCache()
         self.costs, self._loaded_bytes = costs, loaded_bytes
         self.host_pools = {
-            kind.name: HostPool(kind, num_host_blocks[kind.name], block_size, self.prefixes, files)
+            kind.name: HostPool(kind, num_host_blocks[kind.name], self.prefixes, files)
             for kind in kinds
             if num_host_blocks is not None
         }
         self.pools = [
-            BlockPool(kind, num_blocks[kind.name], block_size, self.prefixes, self.host_pools.get(kind.name))
-            for kind in kinds
+            BlockPool(kind, num_blocks[kind.name], self.prefixes, self.host_pools.get(kind.name)) for kind in kinds
         ]
         self.files = files
-        self._full = [pool for pool in self.pools if pool.window is None]
-        self._windows = [pool for pool in self.pools if pool.window is not None]
+        self._releasing = [pool for pool in self.pools if not pool.kind.rule.keeps_all]
         self._salt = salt
         self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
         self._loads: dict[Sequence, dict[str, list[tuple[int, int]]]] = {}  # by kind: blocks, and those of the host
@@ -94,7 +91,7 @@ class KVCache:
 
     @property
     def num_free(self) -> dict[str, int]:
-        """Free blocks by cache kind."""
+        """Free blocks by state kind."""
         return {pool.name: pool.num_free for pool in self.pools}
 
     @property
@@ -112,12 +109,12 @@ class KVCache:
 
     def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
         """Whether a sequence fits now and leaves `spare` blocks. num_shared: of its tokens, those in shared blocks"""
-        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self.pools)
         return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of that many tokens fits if it is the only one."""
-        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self.pools)
         return all(needed < pool.num_blocks for pool, needed in needs)
 
     def match_prefix(self, sequence: Sequence, spare: int = 0) -> int | None:
@@ -166,7 +163,7 @@ class KVCache:
         awaited = [each for each in planned if each in self._loads]
         awaits_saves = any(pool.is_overwritten for pool in self.pools)
         for pool in self.pools:
-            if saved := pool.drain_saves(SAVED_BYTES // pool.block_bytes or 1):
+            if saved := pool.drain_saves(SAVED_BYTES // pool.kind.block_bytes or 1):
                 saves[pool.name] = saved
         writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
         for kind, host in self.host_pools.items():
@@ -198,10 +195,7 @@ class KVCache:
 
         def needs(num_blocks: int) -> dict[str, int]:
             query = (first + num_blocks) * self.block_size
-            return {
-                pool.name: 0 if pool.window is None else max(pool.first_visible_block(query) - first, 0)
-                for pool in self.pools
-            }
+            return {pool.name: max(pool.kind.first_visible(query) - first, 0) for pool in self.pools}
 
         fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
         self._fetches[sequence] = fetch
@@ -263,13 +257,13 @@ class KVCache:
     def fork(self, parent: Sequence, child: Sequence) -> int:
         """Share the full blocks of the parent's prompt, less than all of it, with the child; their number of tokens.
 
-        0 if a window of the parent has moved past them, which it has not in the step after its prompt was computed.
+        0 if the parent has released some of them, which it has not in the step after its prompt was computed.
         """
         num_shared = (len(parent.prompt) - 1) // self.block_size
         query = num_shared * self.block_size
         assert parent.num_computed >= query, f"{parent.id}: forked before its prompt was computed"
-        for pool in self._windows:
-            if not all(parent.blocks[pool.name][pool.first_visible_block(query) : num_shared]):
+        for pool in self._releasing:
+            if not all(parent.blocks[pool.name][pool.kind.first_visible(query) : num_shared]):
                 return 0
         self._share(child, num_shared, parent.blocks)
         return query
@@ -277,23 +271,23 @@ class KVCache:
     def allocate(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> int:
         """Allocate blocks for positions up to `num_tokens`, leaving `spare` in each pool; the number that have room.
 
-        It is smaller if a window pool is short, since a shorter step can run; and 0, with nothing taken, if not one
-        more token has room. A full kind takes room for all known tokens at once, so that a prompt that has begun never
-        waits for the rest.
+        It is smaller if a pool whose blocks are released is short, since a shorter step can run; and 0, with nothing
+        taken, if not one more token has room. A kind that keeps all takes room for all known tokens at once, so that a
+        prompt that has begun never waits for the rest.
         """
         known = max(num_tokens, sequence.num_tokens)
         for pool in self.pools:
-            goal = known if pool.window is None else num_tokens
+            goal = known if pool.keeps_all else num_tokens
             room = len(sequence.blocks.setdefault(pool.name, [])) * self.block_size
             if room < goal:
                 room += max(pool.num_free - spare, 0) * self.block_size
-                if room < goal and pool.window is None:
+                if room < goal and pool.keeps_all:
                     return 0
                 num_tokens = min(num_tokens, room)
         if num_tokens <= max(sequence.num_computed, sequence.num_planned):
             return 0
         for pool in self.pools:
-            goal = known if pool.window is None else num_tokens
+            goal = known if pool.keeps_all else num_tokens
             table = sequence.blocks[pool.name]
             while len(table) * self.block_size < goal:
                 table.append(pool.take())
@@ -303,12 +297,12 @@ class KVCache:
         """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""
         if self.enable_prefix_caching:
             self._publish(sequence)
-        for pool in self._windows:
+        for pool in self._releasing:
             query = sequence.num_computed
             if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
                 query = (query - 1) // self.block_size * self.block_size
             table = sequence.blocks[pool.name]
-            index = pool.first_visible_block(query) - 1
+            index = pool.kind.first_visible(query) - 1
             while index >= 0 and table[index]:
                 pool.release(table[index])
                 table[index] = 0
@@ -348,44 +342,42 @@ class KVCache:
         return path[:num_hit]
 
     def _find_path(self, sequence: Sequence) -> tuple[bytes, list[Prefix]]:
-        """The sequence's tokens in whole blocks, less than all; and those prefixes of which full kinds have blocks."""
+        """The sequence's tokens in whole blocks, less than all; and their prefixes of which something is cached."""
         limit, width = (sequence.num_tokens - 1) // self.block_size, self._width
         content = pack(sequence.tokens(0, limit * self.block_size))
         prefix = self.prefixes.find(None, self._salt + sequence.salt)
         path: list[Prefix] = []
         for index in range(limit):
             prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
-            if not prefix or not all(pool.has(prefix, on_host=True) for pool in self._full):
+            if not prefix:
                 break
             path.append(prefix)
         return content, path
 
     def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
         """The longest beginning of a path, in blocks, after which a query finds every block that it sees."""
-        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
+        since = dict.fromkeys(self.pools, 0)  # where the unbroken run of its blocks begins
         num_hit = 0
         for index, prefix in enumerate(path):
-            if not all(pool.has(prefix, on_host) for pool in self._full):
-                break
-            for pool in self._windows:
+            for pool in self.pools:
                 if not pool.has(prefix, on_host):
-                    since[pool.name] = index + 1
+                    since[pool] = index + 1
             query = (index + 1) * self.block_size
-            if all(since[pool.name] <= pool.first_visible_block(query) for pool in self._windows):
+            if all(pool.kind.is_usable(first, query) for pool, first in since.items()):
                 num_hit = index + 1
         return num_hit
 
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:
         """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
         query, blocks = len(path) * self.block_size, path[at].blocks
-        return any(pool.name not in blocks and at >= pool.first_visible_block(query) for pool in self.pools)
+        return any(pool.name not in blocks and at >= pool.kind.first_visible(query) for pool in self.pools)
 
     def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
-        """Whether loading a path leaves `spare` free blocks; full kinds also need room for the tokens after it."""
+        """Whether loading a path leaves `spare` free blocks; kinds that keep all need room for all tokens."""
         for pool in self.pools:
-            first = pool.first_visible_block(len(path) * self.block_size)
+            first = pool.kind.first_visible(len(path) * self.block_size)
             shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
-            num_blocks = len(path) if pool.window is not None else -(-sequence.num_tokens // self.block_size)
+            num_blocks = -(-sequence.num_tokens // self.block_size) if pool.keeps_all else len(path)
             num_idle = sum(not pool.num_holders[block] for block in shared)
             if num_blocks - first - len(shared) > pool.num_free - num_idle - spare:
                 return False
@@ -396,7 +388,7 @@ class KVCache:
         loads = self._loads[sequence] = {}
         for pool in self.pools:
             if (host := pool.host) is not None:
-                first = pool.first_visible_block(len(path) * self.block_size)
+                first = pool.kind.first_visible(len(path) * self.block_size)
                 missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
                 loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
         for pool in self.pools:
@@ -420,7 +412,7 @@ class KVCache:
             count = 0
             while count < len(pairs) and num_bytes < budget:
                 self.host_pools[pool.name].release(pairs[count][1])
-                count, num_bytes = count + 1, num_bytes + pool.block_bytes
+                count, num_bytes = count + 1, num_bytes + pool.kind.block_bytes
             if count:
                 loads.setdefault(pool.name, []).extend(pairs[:count])
                 left[pool.name] = pairs[count:]
@@ -462,6 +454,6 @@ class KVCache:
     def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
         """Share, of the first `num_blocks` blocks of other tables, those that the sequence's next query attends to."""
         for pool in self.pools:
-            first = pool.first_visible_block(num_blocks * self.block_size)
+            first = pool.kind.first_visible(num_blocks * self.block_size)
             shared = [block and pool.share(block) for block in tables[pool.name][first:num_blocks]]
             sequence.blocks[pool.name] = [0] * first + shared

@@ -1,6 +1,6 @@
 """Keep KV blocks in files that survive a restart, written by a thread.
 
-    files = KVFiles(Path("/var/lib/atom/kv"), 64 << 30, {"full": 65536})     # bytes of a block, by cache kind
+    files = KVFiles(Path("/var/lib/atom/kv"), 64 << 30, {"full": 65536})     # bytes of a block, by state kind
     files.write([Block(digest_of(prefix), "full", rows)])                    # later; dropped if the disk is too slow
     files.fetch(fetch)                                                       # of a prompt's blocks
     files.take_fetched()                                                     # the fetches that have ended
@@ -63,11 +63,11 @@ class Fetch:
     key: bytes  # of the salt and tokens before `content`
     content: bytes  # tokens, `width` bytes for each block
     width: int
-    needs: Callable[[int], Mapping[str, int]]  # number of blocks -> by cache kind, the first of them that is needed
+    needs: Callable[[int], Mapping[str, int]]  # number of blocks -> by state kind, the first of them that is needed
     first: int  # blocks of the sequence before `content`
     sequence: Sequence
     deadline: float  # time.perf_counter() after which computing the rest is faster
-    blocks: list[dict[str, Tensor]] = field(default_factory=list)  # by place in `content` and cache kind
+    blocks: list[dict[str, Tensor]] = field(default_factory=list)  # by place in `content` and state kind
     is_dropped: bool = False
 
     @property

@@ -29,16 +29,16 @@ from atom.runtime.step.input import BatchShape
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import score
 from atom.runtime.step.request_state import zeros
-from atom.runtime.types import BlockCopies, CacheKind, SwapCosts
+from atom.runtime.types import BlockCopies, StateKind, SwapCosts
 
 NUM_TIMED = 3  # runs, of which the fastest counts
 
 Pairs = Sequence[tuple[int, int]]
 
 
-def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: int) -> dict[str, int]:
+def plan_host_blocks(kinds: Sequence[StateKind], memory_bytes: int) -> dict[str, int]:
     """The number of blocks that fit in host memory, including block 0, equal for all kinds; CapacityError if none."""
-    size = block_size * sum(kind.bytes_per_token for kind in kinds)
+    size = sum(kind.block_bytes for kind in kinds)
     if memory_bytes < 2 * size:
         raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {2 * size}")
     return {kind.name: memory_bytes // size for kind in kinds}
@@ -47,7 +47,7 @@ def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: 
 class HostBlocks:
     def __init__(self, model: Model, num_blocks: Mapping[str, int]) -> None:
         """
-        num_blocks: by cache kind, including block 0; a pipeline stage holds those of its layers
+        num_blocks: by state kind, including block 0; a pipeline stage holds those of its layers
 
         Raises CapacityError if they cannot be allocated or pinned.
         """
@@ -55,10 +55,10 @@ class HostBlocks:
         self.costs: SwapCosts | None = None
         self.files: KVFiles | None = None  # where blocks go that are evicted from host memory
         self._model = model
-        caches = model.graph.caches()
+        states = model.graph.states()
         widths = {
-            kind: [model.block_size * cache.type.num_bytes for cache in caches if cache.kind == kind]
-            for kind in dict.fromkeys(cache.kind for cache in caches)
+            kind: [state.block(model.block_size).num_bytes for state in states if state.kind == kind]
+            for kind in dict.fromkeys(state.kind for state in states)
         }
         divisor = math.gcd(*(width for each in widths.values() for width in each))
         self._unit = torch.int64 if divisor % torch.int64.itemsize == 0 else torch.uint8
@@ -202,8 +202,8 @@ class HostBlocks:
 
     def _caches(self, kind: str) -> Iterator[Tensor]:
         """The caches of a kind, a row for each block."""
-        for cache, tensor in self._model.caches.items():
-            if cache.kind == kind:
+        for state, tensor in self._model.caches.items():
+            if state.kind == kind:
                 yield tensor.view(torch.uint8).view(len(tensor), -1).view(self._unit)
 
 

@@ -1,7 +1,6 @@
-"""Plan the number of KV blocks of each cache kind; no tensors.
+"""Plan the number of KV blocks of each state kind; no tensors.
 
-num_blocks_needed(CacheKind("full", 2048), block_size=16, num_tokens=100)   # 7
-plan_memory(kinds, 16, limits, memory_bytes=8 << 30)                        # {"full": 262144, "window": …}
+plan_memory(kinds, 16, limits, memory_bytes=8 << 30)    # {"full": 262144, "window_4096": …}
 """
 
 from __future__ import annotations
@@ -11,20 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
-from atom.runtime.types import CacheKind
-
-
-def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
-    """The max number of blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
-    whole = -(-num_tokens // block_size)
-    if kind.window is None:
-        return whole
-    span = kind.window - 1 + step  # tokens that a step's queries see, wherever blocks begin
-    return min(whole, (span - 2) // block_size + 2 + 1)  # and the block that `commit` keeps for siblings
+from atom.runtime.types import StateKind
 
 
 def plan_memory(
-    kinds: Sequence[CacheKind],
+    kinds: Sequence[StateKind],
     block_size: int,
     limits: EngineLimits,
     *,
@@ -32,9 +22,10 @@ def plan_memory(
     num_blocks: int | None = None,
     describe_room: Callable[[int, int], str] = "there are {}".format,
 ) -> dict[str, int]:
-    """The number of blocks of each pool by cache kind, including block 0.
+    """The number of blocks of each pool by state kind, including block 0.
 
-    All kinds get the same number, but a window kind no more than `max_num_seqs` windows and a step can fill.
+    All kinds get the same number, but one that keeps a part of each sequence no more than `max_num_seqs` sequences and
+    a step can fill.
 
     memory_bytes: the size of all pools together; None: see num_blocks
     num_blocks: of each pool, without block 0
@@ -45,9 +36,9 @@ def plan_memory(
     max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
     step_blocks = -(-max_step // block_size)
     useful = {
-        kind.name: limits.max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
+        kind.name: limits.max_num_seqs * kind.blocks(max_model_len) + step_blocks
         for kind in kinds
-        if kind.window is not None
+        if not kind.rule.keeps_all
     }
 
     def equal(count: int) -> dict[str, int]:
@@ -55,10 +46,10 @@ def plan_memory(
 
     def one_sequence(length: int) -> dict[str, int]:
         step = min(length, max_step)
-        return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
+        return {kind.name: 1 + kind.blocks(length, step) for kind in kinds}
 
     def size(blocks: Mapping[str, int]) -> int:
-        return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
+        return sum(blocks[kind.name] * kind.block_bytes for kind in kinds)
 
     minimum = one_sequence(max_model_len)
     if num_blocks is not None:
@@ -82,5 +73,5 @@ def plan_memory(
     def plan(count: int) -> dict[str, int]:
         return {name: max(blocks, minimum[name]) for name, blocks in equal(count).items()}
 
-    counts = range(memory_bytes // (block_size * min(kind.bytes_per_token for kind in kinds)) + 1)
+    counts = range(memory_bytes // min(kind.block_bytes for kind in kinds) + 1)
     return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)

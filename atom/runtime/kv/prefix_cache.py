@@ -41,7 +41,7 @@ class Prefix:
         self.parent = parent
         self.content = content
         self.key = key
-        self.blocks: dict[str, int] = {}  # cache kind -> the block that holds `content`
+        self.blocks: dict[str, int] = {}  # state kind -> the block that holds `content`
         self.num_users = 0
         self.digest: bytes | None = None  # of all its content, if KV is kept in files
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from atom.config.limits import Drafting
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, TORCH_DTYPES, Batch, Graph, State, Type, ops
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
@@ -69,7 +69,7 @@ class Model:
         device: cpu or cuda
         backend: whose kernels prepare and sample a step; None: the device's first one
         drafting: how decodes draft tokens; None: they do not, or the host drafts them
-        kinds: the cache kinds of all pipeline stages; None: the graph's
+        kinds: the state kinds of all pipeline stages; None: the graph's
         defers_logits: the head runs later, once another stage has sent the hidden states
         kv_memory: the memory for the caches; None: torch's
         """
@@ -80,7 +80,7 @@ class Model:
         self._bindings = bindings
         self.executables: dict[str, Executable] = {}
         self.defers_logits, self._kv_memory = defers_logits, kv_memory
-        self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
+        self.kinds = list(kinds or dict.fromkeys(state.kind for state in graph.states()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
@@ -125,7 +125,7 @@ class Model:
         return self.executables[HEAD]
 
     @property
-    def caches(self) -> Mapping[KV, Tensor]:
+    def caches(self) -> Mapping[State, Tensor]:
         return self._bindings.caches
 
     @property
@@ -138,10 +138,10 @@ class Model:
         return self._bindings.kernels
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Allocate an empty KV pool. num_blocks: by cache kind"""
+        """Allocate an empty KV pool. num_blocks: by state kind"""
         if self._kv_memory is not None:
             self._kv_memory.clear()
-        caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
+        caches = {state: self._allocate(state, num_blocks[state.kind]) for state in self.graph.states()}
         self._bind(self._bindings._replace(caches=caches))
 
     def unbind(self) -> None:
@@ -412,17 +412,18 @@ class Model:
             for shape, each in zip(shapes, types, strict=True)
         ]
 
-    def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
-        shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))
-        nbytes = num_blocks * self.block_size * cache.type.num_bytes
+    def _allocate(self, state: State, num_blocks: int) -> Tensor:
+        block = state.block(self.block_size)
+        shape, dtype = (num_blocks, *map(int, block.shape)), TORCH_DTYPES[block.dtype]
+        nbytes = num_blocks * block.num_bytes
         has, knob = ("system", "kv_cache_memory") if self.is_cpu else ("GPU", "gpu_memory_utilization")
         with naming_a_lack_of_memory(
-            f"the KV cache of {cache.name} takes {nbytes} bytes, more than the {has} has: "
+            f"the KV cache of {state.name} takes {nbytes} bytes, more than the {has} has: "
             f"lower serve.{knob}, or serve.num_kvcache_blocks if set"
         ):
             if self._kv_memory is not None:
-                return self._kv_memory.zeros(shape, TORCH_DTYPES[cache.type.dtype])
-            return zeros(shape, TORCH_DTYPES[cache.type.dtype], self.device)
+                return self._kv_memory.zeros(shape, dtype)
+            return zeros(shape, dtype, self.device)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from atom.graph import KV, LaidOut, PackedWeight, PagedCache, Program, Recipe
+from atom.graph import LaidOut, PackedWeight, PagedCache, Program, Recipe, State
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import Communicator, LoadContext, find_kernel
@@ -43,7 +43,7 @@ class Bindings(NamedTuple):
 
     weights: Mapping[Recipe, Any]
     code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call
-    caches: Mapping[KV, Tensor] = MappingProxyType({})
+    caches: Mapping[State, Tensor] = MappingProxyType({})
     kernels: Kernels = MappingProxyType({})  # in place of those that the text names
     communicator: Communicator | None = None  # of several ranks
 
@@ -150,7 +150,7 @@ class _Linker:
         """The index of an argument: of a result or an input its own, of a constant a new one."""
         if isinstance(arg, Node):
             return self.indices[arg]
-        if isinstance(arg, KV):
+        if isinstance(arg, State):
             arg = PagedCache(self._bindings.caches[arg], arg.kind)
         self.start.append(self._bindings.weights[arg] if isinstance(arg, Recipe) else arg)
         return len(self.start) - 1

@@ -79,7 +79,7 @@ def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_
         expected.append(ops.mla_attention(q_nope, q_rope, latent, k_rope, kv_b, None, scale=0.5)[-chunk:])
         queries.append((q_nope[-chunk:], q_rope[-chunk:]))
     starts = torch.tensor([0, *chunks]).cumsum(0).int()
-    batch = Batch({"latent": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
+    batch = Batch({"full": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
     q = map(torch.cat, zip(*queries, strict=True))
     out = checked(ops.paged_mla_attention, *q, kv_b, Cache(LAYER, cache), batch, scale=0.5)
     torch.testing.assert_close(out, torch.cat(expected))

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import full_kind
 
-from atom.assemble import cache_kinds
+from atom.assemble import state_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.jobs.bench.roofline import (
@@ -40,8 +41,9 @@ from atom.kernels import Target
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.schedule.data_parallel import DataParallelScheduler, split
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+from atom.runtime.types import Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
+from atom.state_rules import TokenRule, WindowRule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
@@ -97,7 +99,7 @@ def test_a_head_is_read_where_a_row_samples_and_a_tied_one_like_any_other(costs_
 def steps_of(lengths: list[tuple[int, int]]) -> list[Step]:
     """The steps in which the engine's own scheduler answers all requests, without a model."""
     scheduler = Scheduler(
-        KVCache([CacheKind("full", 1)], {"full": 1 << 15}, 16, enable_prefix_caching=False),
+        KVCache([full_kind(1, 16)], {"full": 1 << 15}, 16, enable_prefix_caching=False),
         StepLimits(512, 16384, 40960),
     )
     for index, (num_in, num_out) in enumerate(lengths):
@@ -139,7 +141,7 @@ def test_the_limits_of_one_h200(
 
 
 def test_rows_past_the_end_of_their_sequence_are_no_work():
-    cache = KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False)
+    cache = KVCache([full_kind(1, 16)], {"full": 64}, 16, enable_prefix_caching=False)
     scheduler = Scheduler(cache, StepLimits(4, 64, 64))
     sequences = [Sequence(id, [0] * 5, SamplingParams(max_tokens=9, ignore_eos=True)) for id in "ab"]
     for sequence in sequences:
@@ -158,7 +160,7 @@ def test_rows_past_the_end_of_their_sequence_are_no_work():
 
 
 def test_groups_compute_at_the_same_time_and_the_fullest_takes_longest(costs_of: Any):
-    caches = [KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False) for _ in range(2)]
+    caches = [KVCache([full_kind(1, 16)], {"full": 64}, 16, enable_prefix_caching=False) for _ in range(2)]
     scheduler = DataParallelScheduler([Scheduler(cache, StepLimits(4, 64, 64)) for cache in caches])
     for id, length in (("a", 30), ("b", 10), ("c", 9)):
         scheduler.add(Sequence(id, [0] * length, SamplingParams(max_tokens=3, ignore_eos=True)))
@@ -219,14 +221,14 @@ def test_a_layer_with_shared_and_chosen_experts_has_both(costs_of: Any):
 def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: Any):
     ((attention, num_layers),) = Counter(costs_of("deepseek_v3")["body"].attention).items()
     assert num_layers == 61
-    assert attention.num_bytes == (512 + 64) * 2
+    assert attention.states == ((TokenRule(), (512 + 64) * 2),)
     assert attention.decode_flops == 2 * 128 * ((512 + 64) + 512)
     assert attention.prefill_flops == 2 * 128 * ((128 + 64) + 128)
 
 
 def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
     plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))
-    assert packed.num_bytes == 512 + 64 * 2
+    assert packed.states == ((TokenRule(), 512 + 64 * 2),)
     assert (packed.decode_flops, packed.prefill_flops) == (plain.decode_flops, plain.prefill_flops)
 
 
@@ -291,7 +293,7 @@ def test_operations_count_as_those_of_the_numbers_that_are_multiplied(quant: str
 
 def test_a_window_bounds_what_is_read_and_seen(costs_of: Any):
     assert [each.window for each in costs_of("gpt_oss_20b")["body"].attention] == [128, None] * 12
-    attention = Attention(window=10, num_bytes=3, decode_flops=5, prefill_flops=7)
+    attention = Attention(window=10, states=((WindowRule(10), 3),), decode_flops=5, prefill_flops=7)
     assert attention.work(decode(4, 10, 25)) == Work((4 + 10 + 10) * 3, (4 + 10 + 10) * 5)
     step = Step(0.0, array("q"), [(0, 6), (20, 4)], 0)
     assert attention.work(step) == Work((6 + 13) * 3, (21 + 40) * 7), "four queries see 13 tokens together"
@@ -346,4 +348,6 @@ def test_kv_bytes_are_those_of_the_pool(name: str, tmp_path: Path):
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     graph = compile_graph(load([f"checkpoint={tmp_path}", "level=0"]))
     attention = read_costs(graph)["body"].attention
-    assert sum(each.num_bytes for each in attention) == sum(kind.bytes_per_token for kind in cache_kinds(graph))
+    kinds = state_kinds(graph, 16)
+    read = sum(size for each in attention for _, size in each.states)
+    assert read * 16 == sum(kind.block_bytes for kind in kinds)

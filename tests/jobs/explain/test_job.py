@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from atom.assemble import cache_kinds, digest_of
+from atom.assemble import digest_of, state_kinds
 from atom.assemble.kv_blocks import plan_kv
 from atom.cache import Cache
 from atom.checkpoint import SilentProgress
@@ -416,8 +416,8 @@ def test_a_token_is_multiplied_with_the_experts_of_the_text(explain: Any, run: A
 
 
 KV_BYTES = {
-    "deepseek_v3": {"latent": 61 * (512 + 64) * 2},
-    "kimi_k2": {"latent": 61 * (512 + 64) * 2},
+    "deepseek_v3": {"full": 61 * (512 + 64) * 2},
+    "kimi_k2": {"full": 61 * (512 + 64) * 2},
     "gpt_oss_20b": {"window_128": 12 * 2 * 8 * 64 * 2, "full": 12 * 2 * 8 * 64 * 2},
     "qwen3_30b_a3b": {"full": 48 * 2 * 4 * 128 * 2},
 }
@@ -433,7 +433,7 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     result, config = explain(*shallow), load(shallow)
     assert result["kv_bytes_per_token"] == kv_bytes
     graph, block_size = compile_graph(config), config.serve.block_size
-    num_blocks = plan_kv(cache_kinds(graph), config.serve, config.limits)
+    num_blocks = plan_kv(state_kinds(graph, block_size), config.serve, config.limits)
     model = Model(graph, Bindings(defaultdict(lambda: None)), block_size, StepLimits(1, 4096, 4096), device="cpu")
     model.bind(num_blocks)
     allocated = dict.fromkeys(num_blocks, 0)
@@ -448,8 +448,8 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
 def test_latents_in_fp8_keep_their_rotated_keys(explain: Any, published: Any):
     """512 bytes, and 64 numbers in bf16."""
     result = explain(published("deepseek_v3"), "quant.kv=fp8", "model.layers=5")
-    assert result["kv_bytes_per_token"] == {"latent": 5 * (512 + 64 * 2)}
-    assert result["kv_pool_bytes"] // (5 * 640) == result["kv_tokens"]["latent"] + 16, "block 0 is nobody's"
+    assert result["kv_bytes_per_token"] == {"full": 5 * (512 + 64 * 2)}
+    assert result["kv_pool_bytes"] // (5 * 640) == result["kv_tokens"]["full"] + 16, "block 0 is nobody's"
 
 
 def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: Any):
@@ -472,7 +472,7 @@ def test_a_pool_that_is_too_small_is_shown_with_the_longest_sequence_it_holds(
     longest = result["kv_longest_sequence"]
     assert result["kv_pool_bytes"] <= 1 << 26 and min(result["kv_tokens"].values()) > 0
     config = load([*overrides, f"serve.max_model_len={longest}"])
-    kinds = cache_kinds(compile_graph(config))
+    kinds = state_kinds(compile_graph(config), config.serve.block_size)
     assert max(result["kv_tokens"].values()) >= longest
     plan_kv(kinds, config.serve, config.limits)
     longer = load([*overrides, f"serve.max_model_len={longest + 1}"])
@@ -547,7 +547,7 @@ def test_a_gpu_that_does_not(explain: Any, published: Any):
     assert (fit["weights_fit"], fit["fits"], fit["kv_tokens"], fit["kv_longest_sequence"]) == (
         False,
         False,
-        {"latent": 0},
+        {"full": 0},
         0,
     )
     memory = load_gpu("rtx_4090").memory

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from kinds import full_kind
 
 from atom.runtime.draft.speculation import RunnerDrafter
 from atom.runtime.draft.table import WINDOW, Acceptance, DraftTable
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+from atom.runtime.types import Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
 TABLE = DraftTable(
@@ -62,7 +63,7 @@ def test_each_place_is_counted_once_those_before_it_were_accepted():
 @pytest.mark.parametrize(("right", "counts"), [(3, {3}), (0, {0, 3})])
 def test_a_scheduler_drafts_what_pays(right: int, counts: set[int]):
     """Two sequences whose first `right` drafts are accepted in each step; where none is, drafting ends, but for trials."""
-    cache = KVCache([CacheKind("full", 1)], {"full": 4000}, 16, enable_prefix_caching=False)
+    cache = KVCache([full_kind(1, 16)], {"full": 4000}, 16, enable_prefix_caching=False)
     table = DraftTable({2: [1.0, 1.2, 1.4, 1.6], 4: [1.0, 2.5, 3.5, 4.5]})
     scheduler = Scheduler(cache, StepLimits(4, 64, 20000, draft_table=table), drafter=RunnerDrafter(3))
 

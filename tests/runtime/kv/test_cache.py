@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import full_kind, window_kind
 
 from atom.runtime.kv import prefix_cache
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import Block, KVFiles
-from atom.runtime.kv.plan import num_blocks_needed
-from atom.runtime.types import CacheKind, Sequence
+from atom.runtime.types import Sequence, StateKind
 from atom.sampling_params import SamplingParams
 
-FULL = CacheKind("full", bytes_per_token=10)
-WINDOW = CacheKind("window", bytes_per_token=10, window=5)
+FULL = full_kind(10)
+WINDOW = window_kind(5, 10)
 counter = itertools.count()
 
 
@@ -24,7 +24,7 @@ def make(tokens: SequenceOf[int], salt: bytes = b"") -> Sequence:
     return Sequence(str(next(counter)), list(tokens), SamplingParams(), salt=salt)
 
 
-def make_cache(*kinds: CacheKind, num_blocks: int = 20, prefix: bool = True, salt: bytes = b"") -> KVCache:
+def make_cache(*kinds: StateKind, num_blocks: int = 20, prefix: bool = True, salt: bytes = b"") -> KVCache:
     sizes = {kind.name: num_blocks for kind in kinds or (FULL,)}
     return KVCache(kinds or (FULL,), sizes, 4, enable_prefix_caching=prefix, salt=salt)
 
@@ -247,7 +247,7 @@ def test_a_window_pool_does_not_grow_with_the_context() -> None:
 @pytest.mark.parametrize("window", range(1, 12))
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_no_sequence_holds_more_blocks_than_it_is_said_to_need(window: int, step: int) -> None:
-    kind = CacheKind("window", 1, window)
+    kind = window_kind(window)
     most = 0
     for num_prompt in range(1, 30):
         cache = KVCache([kind], {"window": 50}, 4, enable_prefix_caching=False)
@@ -259,7 +259,7 @@ def test_no_sequence_holds_more_blocks_than_it_is_said_to_need(window: int, step
                 most = max(most, 49 - cache.num_free["window"])
                 sequence.num_computed = stop
                 cache.commit(sequence)
-    assert most == num_blocks_needed(kind, 4, 40, step) or most == num_blocks_needed(kind, 4, 40, step) - 1
+    assert most in (kind.blocks(40, step), kind.blocks(40, step) - 1)
 
 
 def test_a_hit_needs_each_block_of_the_window_before_it_and_no_other() -> None:

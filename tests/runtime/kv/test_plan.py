@@ -3,27 +3,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from kinds import full_kind, window_kind
 
 from atom.errors import CapacityError
-from atom.runtime.kv.plan import num_blocks_needed, plan_memory
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.kv.plan import plan_memory
+from atom.runtime.types import StateKind, StepLimits
 
-FULL = CacheKind("full", bytes_per_token=10)
+FULL = full_kind(10)
 
 
-def plan(kinds: Sequence[CacheKind], *, max_num_seqs: int = 8, **limits: int) -> dict[str, int]:
+def plan(kinds: Sequence[StateKind], *, max_num_seqs: int = 8, **limits: int) -> dict[str, int]:
     return plan_memory(kinds, 4, StepLimits(max_num_seqs, 40, 100), **limits)
 
 
 def test_full_kinds_share_the_memory() -> None:
     assert plan([FULL], memory_bytes=40 * 101) == {"full": 101}
-    assert plan([FULL, CacheKind("big", 30)], memory_bytes=160 * 50 + 159) == {"full": 50, "big": 50}
+    assert plan([FULL, full_kind(30, name="big")], memory_bytes=160 * 50 + 159) == {"full": 50, "big": 50}
 
 
 def test_a_window_kind_gets_what_it_can_use_and_full_kinds_the_rest() -> None:
-    window = CacheKind("window", 30, window=9)
+    window = window_kind(9, 30)
     blocks = plan([FULL, window], memory_bytes=40_000)
-    most = 8 * (num_blocks_needed(window, 4, 100)) + 10  # 8 sequences, and 40 tokens of a step
+    most = 8 * window.blocks(100) + 10  # 8 sequences, and 40 tokens of a step
     assert blocks == {"full": 1000 - 3 * (most + 1), "window": most + 1}
     assert plan([FULL, window], num_blocks=500) == {"full": 501, "window": most + 1}
     small = plan([FULL, window], memory_bytes=160 * 26)
@@ -31,7 +32,7 @@ def test_a_window_kind_gets_what_it_can_use_and_full_kinds_the_rest() -> None:
 
 
 def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
-    window = CacheKind("window", 30, window=9)
+    window = window_kind(9, 30)
     with pytest.raises(CapacityError) as error:
         plan([FULL, window], memory_bytes=2000)
     assert plan([FULL, window], memory_bytes=2840) == {"full": 26, "window": 15}

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kinds import full_kind
 
 from atom.errors import RequestError
 from atom.runtime.draft.speculation import RunnerDrafter
@@ -16,10 +17,10 @@ from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParalle
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import BatchShape, Capacity, Scored, StepInput
-from atom.runtime.types import CacheKind, Plan, Sampled, Sequence, StepLimits
+from atom.runtime.types import Plan, Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
-FULL = CacheKind("full", bytes_per_token=1)
+FULL = full_kind()
 
 
 def make_scheduler(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from kinds import full_kind
+
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.schedule.data_parallel import DataParallelScheduler
 from atom.runtime.schedule.fair_queue import FairQueue
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+from atom.runtime.types import Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
 
@@ -82,7 +84,7 @@ def test_a_priority_and_a_sequence_that_has_begun_go_before_turns():
 
 
 def make_scheduler(num_slots: int = 2) -> Scheduler:
-    kind = CacheKind("full", bytes_per_token=1)
+    kind = full_kind()
     return Scheduler(KVCache((kind,), {"full": 100}, 4, enable_prefix_caching=False), StepLimits(num_slots, 64, 100))
 
 

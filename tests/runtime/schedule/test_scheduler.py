@@ -9,21 +9,22 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kinds import full_kind, in_blocks, window_kind
 
 from atom.errors import RequestError
 from atom.runtime.kv import prefix_cache
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.prefix_cache import Prefix, pack
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Logprobs, Plan, Sampled, Sequence, StepLimits
+from atom.runtime.types import Logprobs, Plan, Sampled, Sequence, StateKind, StepLimits
 from atom.sampling_params import SamplingParams
 
-FULL = CacheKind("full", bytes_per_token=1)
-WINDOW = CacheKind("window", bytes_per_token=1, window=5)
+FULL = full_kind()
+WINDOW = window_kind(5)
 
 
 def make_scheduler(
-    *kinds: CacheKind,
+    *kinds: StateKind,
     num_blocks: int = 100,
     prefix: bool = False,
     max_num_seqs: int = 8,
@@ -621,7 +622,7 @@ class World:
             for position in range(start, stop):
                 assert table[position // size], "a token has no block to be written to"
                 self.cells[pool.name, table[position // size], position % size] = pasts[position]
-            first = 0 if pool.window is None else max(start - pool.window + 1, 0)
+            first = 0 if pool.keeps_all else max(start - pool.kind.rule.window + 1, 0)
             for position in range(first, stop):
                 assert self.cells[pool.name, table[position // size], position % size] == pasts[position]
 
@@ -694,11 +695,11 @@ class World:
                 assert len(pool.blank) == pool.num_blocks - 1
 
 
-KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [CacheKind("w1", 1, 1), CacheKind("w7", 1, 7), FULL]]
+KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL]]
 
 
 def make_world(
-    kinds: list[CacheKind],
+    kinds: list[StateKind],
     num_blocks: int,
     block_size: int,
     prefix: bool,
@@ -706,6 +707,7 @@ def make_world(
     budget: int,
     max_model_len: int,
 ) -> World:
+    kinds = in_blocks(kinds, block_size)
     cache = KVCache(kinds, {k.name: num_blocks for k in kinds}, block_size, enable_prefix_caching=prefix)
     return World(Scheduler(cache, StepLimits(max_num_seqs, budget, max_model_len)))
 
@@ -782,7 +784,7 @@ TestServing = Serving.TestCase
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 9, 14, 14], strict=True)])
-def test_a_tiny_pool_under_load_ends_every_sequence(kinds: list[CacheKind], num_blocks: int, prefix: bool) -> None:
+def test_a_tiny_pool_under_load_ends_every_sequence(kinds: list[StateKind], num_blocks: int, prefix: bool) -> None:
     chance = random.Random(1)
     world = make_world(kinds, num_blocks, block_size=2, prefix=prefix, max_num_seqs=6, budget=9, max_model_len=30)
     for _ in range(600):

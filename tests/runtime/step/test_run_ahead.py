@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kinds import full_kind, in_blocks, window_kind
 from runtime.test_engine import EOS, Letters
 
 from atom.errors import CapacityError, RequestError
@@ -30,7 +31,6 @@ from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import ADMISSION, NUM_REPORTED, Capacity, StepInput
 from atom.runtime.types import (
     BlockCopies,
-    CacheKind,
     Logprobs,
     Plan,
     RequestOptions,
@@ -38,14 +38,15 @@ from atom.runtime.types import (
     Sampled,
     ScheduledRequest,
     Sequence,
+    StateKind,
     StepLimits,
     SwapCosts,
 )
 from atom.sampling_params import SamplingParams
 
-FULL = CacheKind("full", 1)
-WINDOW = CacheKind("window", 1, window=5)
-KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [CacheKind("w1", 1, 1), CacheKind("w7", 1, 7), FULL]]
+FULL = full_kind()
+WINDOW = window_kind(5)
+KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL]]
 DEPTHS = (0, 1, 2, 3)
 NUM_SLOTS, WIDTH = 8, 100
 
@@ -207,7 +208,7 @@ class Device:
                 for *_, pairs in self.late:
                     assert block not in dict(pairs.get(pool.name, [])), "a copy that runs reads it or writes there"
                 self.cells[pool.name, block, place % size] = pasts[place]
-            for place in range(0 if pool.window is None else max(row.start - pool.window + 1, 0), stop):
+            for place in range(0 if pool.keeps_all else max(row.start - pool.kind.rule.window + 1, 0), stop):
                 assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
         if not row.samples:
             return None
@@ -217,7 +218,7 @@ class Device:
 
     def blocks_named(self, row: ScheduledRequest) -> dict[str, set[int]]:
         tables = row.sequence.blocks
-        return {pool.name: {*tables[pool.name][pool.first_visible_block(row.start) :]} for pool in self.cache.pools}
+        return {pool.name: {*tables[pool.name][pool.kind.first_visible(row.start) :]} for pool in self.cache.pools}
 
 
 @dataclass
@@ -235,9 +236,10 @@ class Started:
 class World:
     """An engine over a device, and every request that it has had."""
 
-    def __init__(self, kinds: list[CacheKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
+    def __init__(self, kinds: list[StateKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
                  prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100,
                  num_host_blocks: int = 0, loaded_bytes: int = LOADED_BYTES, has_stages: bool = False) -> None:  # fmt: skip
+        kinds = in_blocks(kinds, block_size)
         pools, host = ({kind.name: num for kind in kinds} for num in (num_blocks, num_host_blocks))
         cache = KVCache(kinds, pools, block_size, enable_prefix_caching=prefix, num_host_blocks=host if prefix and
                         num_host_blocks else None, loaded_bytes=loaded_bytes)  # fmt: skip
@@ -603,7 +605,7 @@ TestServing = Serving.TestCase
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(
-    kinds: list[CacheKind], num_blocks: int, prefix: bool, depth: int
+    kinds: list[StateKind], num_blocks: int, prefix: bool, depth: int
 ) -> None:
     chance = random.Random(1)
     world = World(kinds, run_ahead=depth, num_blocks=num_blocks, block_size=2, prefix=prefix, max_num_seqs=6, budget=9,
@@ -626,7 +628,7 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
 @pytest.mark.parametrize("loaded_bytes", [1, LOADED_BYTES])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
 def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
-    kinds: list[CacheKind], num_blocks: int, loaded_bytes: int, depth: int
+    kinds: list[StateKind], num_blocks: int, loaded_bytes: int, depth: int
 ) -> None:
     world = World(kinds, run_ahead=depth, num_blocks=num_blocks, block_size=2, prefix=True, max_num_seqs=6, budget=9,
                   max_model_len=30, num_host_blocks=400, loaded_bytes=loaded_bytes)  # fmt: skip

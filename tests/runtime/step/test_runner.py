@@ -63,7 +63,7 @@ def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | Non
     """The engine of a runner. target: of the text's kernels, where it is not the machine at hand."""
     config = load(engine_overrides(str(folder), {**FIELDS, "device": place.device, **fields}))
     graph, serve, limits = compile_graph(config, target=target), config.serve, StepLimits(*astuple(config.limits))
-    kinds = assemble.cache_kinds(graph)
+    kinds = assemble.state_kinds(graph, serve.block_size)
     num_blocks = plan_kv(kinds, serve, limits)
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)

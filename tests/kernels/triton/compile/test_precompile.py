@@ -92,11 +92,11 @@ def zeros(recipe):
     return PackedWeight(recipe.type, {name: zeros(part) for name, part in parts_of(recipe).items()})
 
 weights = {each: zeros(each) for each in graph.recipes()}
-kinds = [kind.name for kind in assemble.cache_kinds(graph)]
 limits, drafting = StepLimits(40, 3000, 2048, 128), config.drafting
 runner = Runner(
     Model(graph, Bindings(weights, code), 16, limits, device="cpu", backend="triton", drafting=drafting), run_ahead=2
 )
+kinds = runner.model.kinds
 runner.bind(dict.fromkeys(kinds, 2))
 sizes, max_tokens = json.loads(sys.argv[2]), 3000
 runner.graphs.compile(sizes, max_tokens)

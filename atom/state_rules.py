@@ -1,0 +1,63 @@
+"""State rules: which entries of a sequence a layer keeps; no torch.
+
+Pools, plans, prefix hits and limits ask the rule, and nothing else about a model. Positions and counts are in tokens.
+
+    TokenRule().first_visible(100)      # 0: a query reads the entries of all tokens up to its own
+    WindowRule(16).first_visible(100)   # 85: of the last 16
+    WindowRule(16).num_read(100, 104)   # 19: what the queries of 4 tokens read
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """An entry for each token, of which a query reads those from `first_visible` up to its own."""
+
+    keeps_all: ClassVar[bool]  # whether a sequence needs all its entries until it ends
+
+    @property
+    def name(self) -> str:
+        """The name of the kind of layers that have this rule."""
+        raise NotImplementedError
+
+    def first_visible(self, query: int) -> int:
+        """The first position whose entry a query at this position reads; earlier ones are needed no more."""
+        raise NotImplementedError
+
+    def num_read(self, start: int, stop: int) -> int:
+        """The number of entries that queries at positions start to stop read, each once."""
+        return stop - self.first_visible(start)
+
+
+class TokenRule(Rule, frozen=True, tag="token"):
+    """A query reads all entries: full attention."""
+
+    keeps_all = True
+
+    @property
+    def name(self) -> str:
+        return "full"
+
+    def first_visible(self, query: int) -> int:
+        return 0
+
+
+class WindowRule(Rule, frozen=True, tag="window"):
+    """A query reads the last entries: sliding-window attention."""
+
+    window: int  # tokens, the query's own included
+    keeps_all = False
+
+    @property
+    def name(self) -> str:
+        return f"window_{self.window}"
+
+    def first_visible(self, query: int) -> int:
+        return max(query - self.window + 1, 0)
+
+
+StateRule = TokenRule | WindowRule

@@ -37,6 +37,16 @@ def test_layers_that_keep_the_same_tokens_are_one_kind():
     ]
 
 
+def test_layers_of_one_rule_are_one_kind_whatever_an_entry_is():
+    text = """\
+def body(q: fp32[T, 2, 4], r: fp32[T, 2, 2], latent: fp32[T, 6], k: fp32[T, 1, 2], h: fp32[T, 1, 4]):
+    a = mla_attention(q, r, latent, k, W("kv_b", fp32[16, 6]), KV("layers.0", fp32[8]), scale=1.0)
+    b = attention(a, h, h, KV("layers.0", fp32[2, 1, 4]), scale=1.0)
+    return b
+"""
+    assert state_kinds(parse(text), 16) == [StateKind("full", TokenRule(), 16 * (8 + 2 * 4) * 4, 16)]
+
+
 def test_kinds_of_stages_are_listed_once():
     assert kinds_of_all([[FULL], [FULL, WINDOW]]) == [FULL, WINDOW]
 

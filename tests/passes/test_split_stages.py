@@ -113,6 +113,18 @@ def test_a_stage_has_its_layers_and_the_values_at_its_ends():
     assert show(split_stages(parse(BEFORE), context(0, 1))) == show(parse(BEFORE))
 
 
+def test_a_layer_of_two_states_is_one_layer():
+    last = LAST.replace("add(x_1, a_3)", "add(x_1, b_1)").replace(
+        "    a_3 = merge_heads(a_2)\n",
+        '    b = attention(a_2, q_3, q_3, KV("1", fp32[2, 1, 4], window=3), scale=0.5, window=3)\n'
+        "    b_1 = merge_heads(b)\n",
+    )
+    middle = slice(last.index("    h = rms_norm"), last.index("\n\ndef head"))
+    text = BEFORE[: BEFORE.index("    h = rms_norm")] + last[middle] + BEFORE[BEFORE.index("\n\ndef head") :]
+    assert parse(text).layers() == ["0", "1"]
+    assert [plain(split_stages(parse(text), context(stage, 2))).strip() for stage in range(2)] == [FIRST, last]
+
+
 def test_the_last_stage_drafts_and_sends_the_tokens():
     first, last = (plain(split_stages(parse(f"{BEFORE}\n{DRAFT}"), context(stage, 2))).strip() for stage in range(2))
     assert first == f"{FIRST}\n{FIRST_DRAFT}"

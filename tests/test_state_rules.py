@@ -1,0 +1,37 @@
+"""The rules of states, against a count of what each query reads."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from atom.state_rules import StateRule, TokenRule, WindowRule
+
+RULES = [TokenRule(), WindowRule(1), WindowRule(5)]
+
+
+def read_by(rule: StateRule, query: int) -> set[int]:
+    """The positions that a query reads: all up to its own, or the last ones."""
+    last = range(query + 1)
+    return {*last} if isinstance(rule, TokenRule) else {*last[-rule.window :]}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_query_reads_from_the_first_visible_position_to_its_own(rule: StateRule):
+    for query in range(20):
+        assert {*range(rule.first_visible(query), query + 1)} == read_by(rule, query)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 9), (3, 4), (3, 11), (17, 18)])
+def test_an_entry_that_several_queries_read_counts_once(rule: StateRule, start: int, stop: int):
+    assert rule.num_read(start, stop) == len(set().union(*(read_by(rule, query) for query in range(start, stop))))
+
+
+def test_only_a_window_lets_go_of_entries():
+    assert TokenRule.keeps_all and not WindowRule.keeps_all
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_send_their_rules(rule: StateRule):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(rule), type=StateRule) == rule

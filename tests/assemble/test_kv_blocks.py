@@ -1,4 +1,4 @@
-"""The KV blocks of each cache kind."""
+"""The KV blocks of each state kind."""
 
 from __future__ import annotations
 

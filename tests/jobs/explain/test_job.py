@@ -351,7 +351,7 @@ weights          627.9 GiB in all, 36.0 GiB active
   bf16           3.7 GiB
   fp32           58.0 KiB
 left out         model.layers.61.*, stored after the last layer to predict further tokens
-KV a token       70,272 bytes (latent)
+KV a token       70,272 bytes (full)
 
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
   weights        do not fit: they need at least 5 such GPUs

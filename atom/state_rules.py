@@ -5,6 +5,7 @@ Pools, plans, prefix hits and limits ask the rule, and nothing else about a mode
     TokenRule().first_visible(100)      # 0: a query reads the entries of all tokens up to its own
     WindowRule(16).first_visible(100)   # 85: of the last 16
     WindowRule(16).num_read(100, 104)   # 19: what the queries of 4 tokens read
+    LatestRule().first_visible(100)     # 99: what the token before it left
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Rule(msgspec.Struct, frozen=True):
     """An entry for each token, of which a query reads those from `first_visible` up to its own."""
 
     keeps_all: ClassVar[bool]  # whether a sequence needs all its entries until it ends
+    in_slot: ClassVar[bool] = False  # whether its newest entry is in the sequence's slot, and blocks have copies of some
 
     @property
     def name(self) -> str:
@@ -60,4 +62,21 @@ class WindowRule(Rule, frozen=True, tag="window"):
         return max(query - self.window + 1, 0)
 
 
-StateRule = TokenRule | WindowRule
+class LatestRule(Rule, frozen=True, tag="latest"):
+    """Each token writes over the entry of the one before it: recurrent state."""
+
+    keeps_all = False
+    in_slot = True
+
+    @property
+    def name(self) -> str:
+        return "state"
+
+    def first_visible(self, query: int) -> int:
+        return max(query - 1, 0)
+
+    def num_read(self, start: int, stop: int) -> int:
+        return min(start, 1)
+
+
+StateRule = TokenRule | WindowRule | LatestRule

@@ -21,7 +21,7 @@ from atom.checkpoint.modules import format_of, matches, module_of
 from atom.config import ModelConfig, QuantConfig
 from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
-from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
+from atom.graph import Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Type, W, ops
 from atom.graph.formats import FormatError, act_of, shrink_group
 from atom.graph.ops import Op
 from atom.graph.recipe_ranges import cat
@@ -45,7 +45,7 @@ class Writer:
         return self.program.call(op, *map(self._prefixed, args), name=name, **kwargs)
 
     def _prefixed(self, arg: Any) -> Any:
-        if isinstance(arg, KV):
+        if isinstance(arg, State):
             return replace(arg, name=self.prefix + arg.name)
         return renamed(arg, lambda name: self.prefix + name) if isinstance(arg, Recipe) else arg
 

@@ -19,13 +19,12 @@ class Batch(NamedTuple):
     """S sequences: s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions."""
 
     tables: Mapping[str, Tensor]  # by state kind i32[S, M]: the blocks of each sequence
-    slot_mappings: Mapping[
-        str, Tensor
-    ]  # by state kind i64[T], where a token is written: block * block size + place in it
+    slot_mappings: Mapping[str, Tensor]  # by state kind i64[T], where a token is written: block * block size + place
     starts: Tensor  # i32[S + 1]
     lengths: Tensor  # i32[S]
     num_decodes: int  # leading sequences of `query_len` queries each
     query_len: int = 1
+    slots: Tensor | None = None  # i32[S], where the recurrent state of each sequence is; None: no layer has such state
 
     @property
     def num_single_query(self) -> int:

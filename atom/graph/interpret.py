@@ -23,6 +23,7 @@ from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph, Program
 from atom.graph.mesh import SINGLE, Mesh
 from atom.graph.recipes import Recipe, State
+from atom.graph.types import Type
 
 TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name) for dtype in GRAPH_DTYPES}
 
@@ -31,6 +32,10 @@ Weights = Callable[[Recipe], torch.Tensor]
 Caches = Callable[[State], torch.Tensor | None]
 Watch = Callable[[Node, Sequence[Any]], Any]  # gets each call but collectives before it is run, with its arguments
 Mail = dict[tuple[int, int], deque[torch.Tensor]]  # what was sent and not received yet, by sender and receiver
+
+
+def zeros_of(type: Type) -> torch.Tensor:
+    return torch.zeros(*map(int, type.shape), dtype=TORCH_DTYPES[type.dtype])
 
 
 def interpret(
@@ -101,8 +106,10 @@ def _run(
         if isinstance(arg, Node):
             return values[rank][arg]
         if isinstance(arg, State):
-            blocks = blocks_of[rank](arg)
-            return None if blocks is None else PagedCache(blocks, arg.kind)
+            kept = blocks_of[rank](arg)
+            if arg.rule.in_slot:
+                return zeros_of(arg.type) if kept is None else kept
+            return None if kept is None else PagedCache(kept, arg.kind)
         return weights[rank](arg) if isinstance(arg, Recipe) else arg
 
     for node in program.fx.nodes:

@@ -17,6 +17,7 @@
     measured("model.layers.0.k_scale")                          a scale that no file has: 1.0 until a start measures it
     lora_stack("model.layers.0.mlp.up_proj.lora_A", bf16[…])    adapters side by side: zeros until they are loaded
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: a layer's state, an entry for each token
+    STATE("model.layers.0", fp32[32, 128, 128])                 and one that each token writes over
 
 Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
 A recipe that describes no tensor raises a ValueError with the reason when it is made.
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 from atom.graph import formats
 from atom.graph.formats import FormatError
 from atom.graph.types import Type, need
-from atom.state_rules import StateRule, TokenRule, WindowRule
+from atom.state_rules import LatestRule, StateRule, TokenRule, WindowRule
 
 
 @dataclass(frozen=True)
@@ -455,8 +456,8 @@ class State(ABC):
         return self.rule.name
 
     def block(self, block_size: int) -> Type:
-        """The type of a block: the entries of `block_size` tokens."""
-        return replace(self.type, shape=(block_size, *self.type.shape))
+        """The type of a block: the entries of `block_size` tokens, or a copy of the only one after them."""
+        return self.type if self.rule.in_slot else replace(self.type, shape=(block_size, *self.type.shape))
 
 
 @dataclass(frozen=True)
@@ -473,6 +474,15 @@ class KV(State):
     @property
     def rule(self) -> StateRule:
         return TokenRule() if self.window is None else WindowRule(self.window)
+
+
+@dataclass(frozen=True)
+class LatestState(State):
+    """The recurrent state of one layer, which each token writes over."""
+
+    @property
+    def rule(self) -> StateRule:
+        return LatestRule()
 
 
 AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mesh`
@@ -505,6 +515,7 @@ TEXT_NAMES: dict[str, type[Recipe | State]] = {
     "measured": Measured,
     "lora_stack": LoraStack,
     "KV": KV,
+    "STATE": LatestState,
 }
 
 

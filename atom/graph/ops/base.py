@@ -30,6 +30,7 @@ class Op:
     weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms
     signature: inspect.Signature
     is_collective: bool = False  # its body takes a list of all ranks' tensors, and gives what each of them gets
+    lowered: Op | None = None  # of a semantic op with recurrent state: the op of a batch that takes its place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)

@@ -43,7 +43,8 @@ class Bindings(NamedTuple):
 
     weights: Mapping[Recipe, Any]
     code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call
-    caches: Mapping[State, Tensor] = MappingProxyType({})
+    caches: Mapping[State, Tensor] = MappingProxyType({})  # [blocks, *`State.block`]
+    slots: Mapping[State, Tensor] = MappingProxyType({})  # of recurrent states [slots + 1, …]
     kernels: Kernels = MappingProxyType({})  # in place of those that the text names
     communicator: Communicator | None = None  # of several ranks
 
@@ -151,7 +152,8 @@ class _Linker:
         if isinstance(arg, Node):
             return self.indices[arg]
         if isinstance(arg, State):
-            arg = PagedCache(self._bindings.caches[arg], arg.kind)
+            bindings = self._bindings
+            arg = bindings.slots[arg] if arg.rule.in_slot else PagedCache(bindings.caches[arg], arg.kind)
         self.start.append(self._bindings.weights[arg] if isinstance(arg, Recipe) else arg)
         return len(self.start) - 1
 

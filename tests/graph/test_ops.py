@@ -55,6 +55,9 @@ CALLS = [
     (ops.grouped_lora, ("bf16[T, 12]", "bf16[T, 24]", "bf16[3, 4, 2, 24]", "bf16[3, 4, 12, 2]", "i64[12]"), {}),
     (ops.expand_lora, ("bf16[T, 30]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [12]}),
     (ops.expand_lora, ("bf16[T, 48]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [6, 6], "kind": "silu"}),
+    (ops.time_step, ("bf16[T, 24]", "fp32[24]"), {"low": 0.01}),
+    (ops.ssm_decay, ("bf16[T, 24]", "bf16[6]", "fp32[24]"), {}),
+    (ops.group_rms_norm, ("bf16[T, 24]", "bf16[24]"), {"eps": 1e-6, "groups": 6}),
 ]
 
 
@@ -169,8 +172,9 @@ def test_every_op_documents_its_shapes():
     collectives = {each for each in OWN if each.is_collective}
     in_steps = {ops.attention, ops.norm_rope, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
+    recurrent = {each for op in OWN if op.lowered is not None for each in (op, op.lowered)}
     mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
-    assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures | collectives == set(OWN)
+    assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures | recurrent | collectives == set(OWN)
     assert all("[" in (op.body.__doc__ or "") for op in OWN)
 
 

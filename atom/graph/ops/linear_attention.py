@@ -66,8 +66,9 @@ def read(state: Tensor, query: Tensor) -> Tensor:
 
 
 def _lightning(q: Type, k: Type, v: Type, state: State, slopes: Type, *, scale: float = 1.0) -> Type:
-    need(len(q.shape) == 3 and q == k and (q.shape[:2], q.dtype) == (v.shape[:2], v.dtype), f"q is {q}, k {k}, v {v}")
+    need(len(q.shape) == len(v.shape) == 3, f"q and v have heads: q is {q}, v {v}")
     _, heads, value_dim = v.shape
+    need(q == k and (q.shape[:2], q.dtype) == (v.shape[:2], v.dtype), f"q is {q}, k {k}, v {v}")
     need(slopes.shape == (heads,), f"the slopes are {slopes} for v {v}")
     need(state.type.shape == (heads, q.shape[2], value_dim), f"the state is {state.type} for q {q} and v {v}")
     return v

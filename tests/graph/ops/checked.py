@@ -2,6 +2,7 @@
 
 y = checked(ops.linear, x, weight)
 out = checked(ops.paged_attention, q, Cache(kv, tensor), batch, scale=0.5)
+out = checked(ops.causal_conv, x, Cache(state, zeros), weight)
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from atom.graph import BATCH, KV, TORCH_DTYPES, Batch, PagedCache, Type, ops
+from atom.graph import BATCH, TORCH_DTYPES, Batch, PagedCache, State, Type, ops
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Cache(NamedTuple):
-    kv: KV
-    tensor: Tensor | None  # None for a semantic op, which does not touch it
+    leaf: State
+    tensor: Tensor | None  # None for semantic attention, which does not touch it
 
 
 def checked(op: ops.Op, *args: Any, **attributes: Any) -> Any:
@@ -29,14 +30,16 @@ def checked(op: ops.Op, *args: Any, **attributes: Any) -> Any:
 
 
 def _value(arg: Any) -> Any:
+    if isinstance(arg, Cache) and not arg.leaf.rule.in_slot:
+        return None if arg.tensor is None else PagedCache(arg.tensor, arg.leaf.kind)
     if isinstance(arg, Cache):
-        return None if arg.tensor is None else PagedCache(arg.tensor, arg.kv.kind)
+        return arg.tensor
     return arg
 
 
 def _type(arg: Any) -> Any:
     if isinstance(arg, Cache):
-        return arg.kv
+        return arg.leaf
     if isinstance(arg, Batch):
         return BATCH
     return Type(NAMES[arg.dtype], tuple(arg.shape)) if isinstance(arg, Tensor) else arg

@@ -31,7 +31,8 @@ LEVELS = ("reference bodies", "kernels", "compiled pieces", "CUDA graphs")
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atom.kernels.cpp.attention.load_library", lambda _: True)
+    for module in ("attention", "recurrent"):
+        monkeypatch.setattr(f"atom.kernels.cpp.{module}.load_library", lambda _: True)
 
 
 def row(*cells: str) -> str:

@@ -116,4 +116,4 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = 
     inputs = torch.cat((state, x))
     out = F.conv1d(inputs.float().T, weight.float()[:, None], None if bias is None else bias.float(), groups=x.shape[1])
     out = out.T if kind is None else ACTIVATIONS[kind](out.T)
-    return out.to(x.dtype), inputs[len(x) :]
+    return out.to(x.dtype).contiguous(), inputs[len(x) :]

@@ -17,9 +17,10 @@ from atom.graph.ops import Op
 from atom.kernels.backend import Accepts, Backend, Kernel, kinds_in, on_device
 from atom.kernels.cpp.attention import load_attention, load_write
 from atom.kernels.cpp.blocks import find_features, pack_blocks
-from atom.kernels.cpp.build import ATTENTION, build_library, keep_libraries
+from atom.kernels.cpp.build import ATTENTION, RECURRENT, build_library, keep_libraries
 from atom.kernels.cpp.linear import accepts, accepts_embedding, build_for, embedding, grouped_linear, linear
 from atom.kernels.cpp.panels import kept_type, pack_panels, packed_type
+from atom.kernels.cpp.recurrent import accepts_conv, accepts_state, causal_conv, gated_delta, loader, selective_scan, ssd
 
 KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4", *TYPES)
 
@@ -30,6 +31,12 @@ def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts, **options: Any) -
     return Kernel(op, "cpp", here, lambda _: run, **options)
 
 
+def _recurrent(run: Callable[..., Any], accepts: Accepts) -> Kernel:
+    op = ops.OPS[f"batched_{run.__name__}"]
+    return Kernel(op, "cpp", on_device("cpu", accepts), loader(op, run), build=build_recurrent)
+
+
+build_recurrent = partial(build_library, RECURRENT)
 build_attention = partial(build_library, ATTENTION)
 KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.linear, linear, accepts, trace=linear),
@@ -37,6 +44,10 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.embedding, embedding, accepts_embedding, trace=embedding),
     Kernel(ops.norm_rope_write, "cpp", on_device("cpu"), load_write, build=build_attention),
     Kernel(ops.paged_attention, "cpp", on_device("cpu"), load_attention, build=build_attention),
+    _recurrent(causal_conv, accepts_conv),
+    _recurrent(gated_delta, accepts_state),
+    _recurrent(ssd, accepts_state),
+    _recurrent(selective_scan, accepts_state),
 )
 
 BACKEND = Backend(

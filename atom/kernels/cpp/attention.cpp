@@ -16,22 +16,6 @@ namespace {
 constexpr int64_t PART = 128; // positions
 constexpr float LOWEST = -1e30f;
 
-/// e to the x of 16 numbers up to 0, within 2e-7 of it (Cody and Waite's reduction, Taylor's series)
-Floats exp_of(Floats x) {
-  x = highest(x, Floats{} - 87);
-  const Floats shifted = x * 1.44269504f + 12582912.0f; // 1.5 * 2^23: what is left of the point is in the low bits
-  const Floats times = shifted - 12582912.0f;
-  const Floats rest = x - times * 0.693359375f + times * 2.12194440e-4f;
-  Floats sum = rest * (1.0f / 5040) + 1.0f / 720;
-  sum = sum * rest + 1.0f / 120;
-  sum = sum * rest + 1.0f / 24;
-  sum = sum * rest + 1.0f / 6;
-  sum = sum * rest + 0.5f;
-  sum = sum * rest + 1.0f;
-  sum = sum * rest + 1.0f;
-  return (Floats)((Ints)sum + ((Ints)shifted << 23));
-}
-
 struct Cache {
   int64_t block_size, kv_heads, dim;
   /// Vectors of a row, of which there are 4 at least: a power of 2.

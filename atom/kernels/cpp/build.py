@@ -29,7 +29,7 @@ from atom.process.child_process import start_python
 from atom.process.messages import say
 
 FOLDER = Path(__file__).parent
-SOURCES = PLAIN, PACKED, ATTENTION = "plain.cpp", "packed.cpp", "attention.cpp"
+SOURCES = PLAIN, PACKED, ATTENTION, RECURRENT = "plain.cpp", "packed.cpp", "attention.cpp", "recurrent.cpp"
 LIBRARY = "library.so"
 HEADER = "numbers.h"  # of all sources
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp-simd", "-shared", "-fPIC")

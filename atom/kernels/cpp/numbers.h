@@ -55,6 +55,7 @@ template <class V, class T> struct Twice {
   friend Twice operator+(Twice a, Twice b) { return {a.low + b.low, a.high + b.high}; }
   friend Twice operator-(Twice a, Twice b) { return {a.low - b.low, a.high - b.high}; }
   friend Twice operator*(Twice a, Twice b) { return {a.low * b.low, a.high * b.high}; }
+  friend Twice operator/(Twice a, Twice b) { return {a.low / b.low, a.high / b.high}; }
   friend Twice operator|(Twice a, Twice b) { return {a.low | b.low, a.high | b.high}; }
   friend Twice operator+(Twice a, T b) { return {a.low + b, a.high + b}; }
   friend Twice operator-(Twice a, T b) { return {a.low - b, a.high - b}; }
@@ -90,6 +91,22 @@ template <class V> V highest(V a, V b) {
     return {highest(a.low, b.low), highest(a.high, b.high)};
   else
     return a < b ? b : a;
+}
+
+/// e to the x of 16 numbers up to 87, within 2e-7 of it (Cody and Waite's reduction, Taylor's series)
+Floats exp_of(Floats x) {
+  x = highest(x, Floats{} - 87);
+  const Floats shifted = x * 1.44269504f + 12582912.0f; // 1.5 * 2^23: what is left of the point is in the low bits
+  const Floats times = shifted - 12582912.0f;
+  const Floats rest = x - times * 0.693359375f + times * 2.12194440e-4f;
+  Floats sum = rest * (1.0f / 5040) + 1.0f / 720;
+  sum = sum * rest + 1.0f / 120;
+  sum = sum * rest + 1.0f / 24;
+  sum = sum * rest + 1.0f / 6;
+  sum = sum * rest + 0.5f;
+  sum = sum * rest + 1.0f;
+  sum = sum * rest + 1.0f;
+  return (Floats)((Ints)sum + ((Ints)shifted << 23));
 }
 
 /// 16 numbers of 8 or 16 bits. GCC makes several instructions of a conversion for which a CPU has one.

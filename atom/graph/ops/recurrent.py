@@ -63,7 +63,7 @@ def recurrent(infer: Infer) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]
         parameters = list(signature.parameters.values())
         batched_signature = signature.replace(parameters=[*parameters[: place + 1], batch, *parameters[place + 1 :]])
         batched.__module__ = whole.__module__ = body.__module__
-        whole.__doc__, batched.__doc__ = body.__doc__, f"`{name}` of a batch, with the states [slots + 1, …] of its slots."
+        whole.__doc__, batched.__doc__ = body.__doc__, f"`{name}` of a batch, whose slots have states [slots + 1, …]."
         lowered = Op(f"batched_{name}", batched, infer_batched, LOWERED, True, (), batched_signature)
         semantic = Op(name, whole, infer_whole, SEMANTIC, False, (), signature, lowered=lowered)
         OPS[name], OPS[lowered.name] = semantic, lowered

@@ -119,5 +119,6 @@ def _group_rms_norm(x: Type, weight: Type, *, eps: float, groups: int) -> Type:
 @op(_group_rms_norm)
 def group_rms_norm(x: Tensor, weight: Tensor, *, eps: float, groups: int) -> Tensor:
     """x [..., H], weight [H] -> [..., H]: `rms_norm` of each of the groups of columns, all of the same width"""
-    parts = x.unflatten(-1, (groups, -1))
-    return rms_norm(parts, weight.view(parts.shape[-2:]), eps=eps).flatten(-2)
+    parts = x.view(*x.shape[:-1], groups, -1)
+    made: Tensor = rms_norm(parts, weight.view(groups, -1), eps=eps)
+    return made.flatten(-2)

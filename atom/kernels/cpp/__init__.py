@@ -20,7 +20,15 @@ from atom.kernels.cpp.blocks import find_features, pack_blocks
 from atom.kernels.cpp.build import ATTENTION, RECURRENT, build_library, keep_libraries
 from atom.kernels.cpp.linear import accepts, accepts_embedding, build_for, embedding, grouped_linear, linear
 from atom.kernels.cpp.panels import kept_type, pack_panels, packed_type
-from atom.kernels.cpp.recurrent import accepts_conv, accepts_state, causal_conv, gated_delta, loader, selective_scan, ssd
+from atom.kernels.cpp.recurrent import (
+    accepts_conv,
+    accepts_state,
+    causal_conv,
+    gated_delta,
+    loader,
+    selective_scan,
+    ssd,
+)
 
 KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4", *TYPES)
 

@@ -20,12 +20,14 @@ from atom.kernels.cpp.build import RECURRENT, load_library
 MAX_TAPS = 8  # of a convolution in C++
 
 STEP = "Tensor(a!) states, Tensor slots, Tensor starts, Tensor lengths"
+SCAN = f"(Tensor x, Tensor dt, Tensor b, Tensor c, {STEP}, Tensor a_log, Tensor d) -> Tensor"
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 for schema in (
     f"causal_conv(Tensor x, {STEP}, Tensor weight, Tensor? bias, bool has_silu) -> Tensor",
-    f"gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, {STEP}, float scale, bool normalize) -> Tensor",
-    f"ssd(Tensor x, Tensor dt, Tensor b, Tensor c, {STEP}, Tensor a_log, Tensor d) -> Tensor",
-    f"selective_scan(Tensor x, Tensor dt, Tensor b, Tensor c, {STEP}, Tensor a_log, Tensor d) -> Tensor",
+    f"gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, {STEP}, float scale, bool normalize) "
+    "-> Tensor",
+    f"ssd{SCAN}",
+    f"selective_scan{SCAN}",
 ):
     LIBRARY.define(schema)  # type: ignore[no-untyped-call]
 

@@ -210,6 +210,13 @@ void narrow(Floats x, uint16_t *y) {
   const __m256i halves = _mm512_cvtepi32_epi16((__m512i)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16));
   std::memcpy(y, &halves, sizeof halves);
 }
+#elif defined __AVX2__
+void narrow(Floats x, uint16_t *y) {
+  const Ints bits = (Ints)x, high = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
+  const __m256i packed = _mm256_packus_epi32((__m256i)high.low, (__m256i)high.high);
+  const __m256i halves = _mm256_permute4x64_epi64(packed, 0xD8); // packed by 128 bits
+  std::memcpy(y, &halves, sizeof halves);
+}
 #endif
 
 template <class F> void by_dtype(const Tensor &like, const F &f) {

@@ -13,7 +13,8 @@
 namespace {
 
 constexpr int64_t CHUNK = 64;       // tokens of a sequence at a time
-constexpr int64_t CHANNELS = 64;    // of a convolution or a scan that one thread takes
+constexpr int64_t CHANNELS = 64;    // of a convolution or a scan that a thread takes at least
+constexpr int64_t MAX_WIDTH = 1024; // channels at a time: rows that are read in order, taps in the first level's cache
 constexpr int64_t MAX_TAPS = 8;
 constexpr int64_t GRAIN = 1 << 14;  // multiplications below which a thread of its own is not worth it
 #ifdef __AVX512F__
@@ -64,6 +65,15 @@ template <class T> struct Rows {
 /// Runs f(begin, end) over items of so many multiplications in all threads.
 template <class F> void share(int64_t items, int64_t multiplications, const F &f) {
   torch::stable::parallel_for(0, items, std::max<int64_t>(1, GRAIN / std::max<int64_t>(multiplications, 1)), f);
+}
+
+/// Runs f(first, width) over channels in all threads, at most `most` at a time.
+template <class F> void share_channels(int64_t channels, int64_t most, int64_t multiplications, const F &f) {
+  share((channels + CHANNELS - 1) / CHANNELS, multiplications * CHANNELS, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * CHANNELS, channels);
+    for (int64_t first = begin * CHANNELS; first < last; first += most)
+      f(first, std::min(most, last - first));
+  });
 }
 
 /// Up to 16 elements, zeros after them.
@@ -118,63 +128,75 @@ float *state_of(Tensor &states, int64_t slot) {
 /// x times its sigmoid
 Floats silu(Floats x) { return x / (exp_of(Floats{} - highest(x, Floats{} - 87)) + 1.0f); }
 
-/// A block of channels of a convolution, tap by tap, and what is added to each sum.
+/// Calls f with a number of taps that the compiler knows, or with 0.
+template <class F> void by_taps(int64_t taps, const F &f) {
+  switch (taps) {
+  case 3: return f.template operator()<3>();
+  case 4: return f.template operator()<4>();
+  default: return f.template operator()<0>();
+  }
+}
+
+/// Channels of a convolution, in float32, with what is added to each.
 struct Taps {
-  int64_t count;
-  float weight[MAX_TAPS][CHANNELS] = {}, bias[CHANNELS] = {};
+  int64_t count, width;
+  std::vector<float> weight, bias; // [count, width], [width]
   bool has_silu;
+  Taps(int64_t count, bool has_silu) : count(count), weight(count * MAX_WIDTH), bias(MAX_WIDTH), has_silu(has_silu) {}
+
+  template <int K, class T> void set(const T *from, int64_t channels) {
+    width = channels;
+    const int64_t taps = K ? K : count;
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t tap = 0; tap < taps; ++tap)
+        weight[tap * MAX_WIDTH + c] = widen(from[c * taps + tap]);
+  }
 };
 
-/// One sequence's block of `width` channels. x is at its first token, state [taps - 1, channels], y [tokens, channels]
-template <class T>
-void convolve(const Taps &taps, int64_t width, int64_t tokens, const T *x, int64_t stride, T *state, T *y, int64_t channels) {
-  const int64_t before = taps.count - 1;
+/// One sequence's channels. x is at its first token, state [taps - 1, channels], y [tokens, channels]
+template <int K, class T>
+void convolve(const Taps &own, int64_t tokens, const T *x, int64_t stride, T *state, T *y, int64_t channels) {
+  const int64_t taps = K ? K : own.count, before = taps - 1;
   const auto input = [&](int64_t token) { return token < 0 ? state + (before + token) * channels : x + token * stride; };
   for (int64_t t = 0; t < tokens; ++t) {
     const T *rows[MAX_TAPS];
-    for (int64_t tap = 0; tap < taps.count; ++tap)
+    for (int64_t tap = 0; tap < taps; ++tap)
       rows[tap] = input(t - before + tap);
-    for (int64_t at = 0; at < width; at += LANES) {
-      Floats sum = load<Floats>(taps.bias + at);
-      for (int64_t tap = 0; tap < taps.count; ++tap)
-        sum += load<Floats>(taps.weight[tap] + at) * widen_some(rows[tap] + at, width - at);
-      narrow_some(taps.has_silu ? silu(sum) : sum, y + t * channels + at, width - at);
+    for (int64_t at = 0; at < own.width; at += LANES) {
+      Floats sum = load<Floats>(own.bias.data() + at);
+      for (int64_t tap = 0; tap < taps; ++tap)
+        sum += load<Floats>(own.weight.data() + tap * MAX_WIDTH + at) * widen_some(rows[tap] + at, own.width - at);
+      narrow_some(own.has_silu ? silu(sum) : sum, y + t * channels + at, own.width - at);
     }
   }
   for (int64_t row = 0; row < before; ++row) // each from a later one, so in order
-    std::memmove(state + row * channels, input(tokens - before + row), width * sizeof(T));
+    std::memmove(state + row * channels, input(tokens - before + row), own.width * sizeof(T));
 }
 
 /// x [T, C], states [slots + 1, K - 1, C], weight [C, K], bias [C] -> [T, C]
 Tensor causal_conv(const Tensor &x, Tensor states, const Tensor &slots, const Tensor &starts, const Tensor &lengths,
                    const Tensor &weight, const std::optional<Tensor> &bias, bool has_silu) {
-  const int64_t channels = x.size(1), taps = weight.size(1), blocks = (channels + CHANNELS - 1) / CHANNELS;
+  const int64_t channels = x.size(1), taps = weight.size(1);
   STD_TORCH_CHECK(taps <= MAX_TAPS && weight.size(0) == channels && weight.is_contiguous(), "the weight has up to 8 taps a channel");
   STD_TORCH_CHECK(states.is_contiguous() && states.scalar_type() == x.scalar_type(), "states are as x, without gaps");
   const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
-  const std::vector<float> biases = bias ? widened(*bias) : std::vector<float>();
   Tensor y = make_out(x, sequences);
   by_dtype(x, [&]<class T>() {
     const Rows<T> rows(x);
     T *made = elements<T>(y), *stored = elements<T>(states);
-    share(blocks, x.size(0) * CHANNELS * taps, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * CHANNELS, width = std::min(CHANNELS, channels - first);
-        Taps own{.count = taps, .has_silu = has_silu};
-        by_dtype(weight, [&]<class W>() {
-          for (int64_t c = 0; c < width; ++c)
-            for (int64_t tap = 0; tap < taps; ++tap)
-              own.weight[tap][c] = widen(elements<W>(weight)[(first + c) * taps + tap]);
-        });
-        if (bias)
-          std::copy_n(biases.data() + first, width, own.bias);
+    share_channels(channels, MAX_WIDTH, x.size(0) * taps, [&](int64_t first, int64_t width) {
+      Taps own(taps, has_silu);
+      if (bias)
+        by_dtype(*bias, [&]<class W>() { widen_row(elements<W>(*bias) + first, width, own.bias.data()); });
+      by_taps(taps, [&]<int K>() {
+        by_dtype(weight, [&]<class W>() { own.set<K>(elements<W>(weight) + first * taps, width); });
         for (const Sequence &each : sequences) {
           T *state = stored + each.slot * (taps - 1) * channels + first;
           for (int64_t row = 0; each.is_new && row < taps - 1; ++row)
             std::memset(state + row * channels, 0, width * sizeof(T));
-          convolve(own, width, each.count, rows[each.first] + first, rows.stride, state, made + each.first * channels + first, channels);
+          convolve<K>(own, each.count, rows[each.first] + first, rows.stride, state, made + each.first * channels + first, channels);
         }
-      }
+      });
     });
   });
   return y;
@@ -372,38 +394,38 @@ Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, 
 /// x [T, I], dt fp32[T, I], b and c [T, S], states fp32[slots + 1, I, S], a_log [I, S], d [I] -> [T, I]
 Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, Tensor states, const Tensor &slots,
                       const Tensor &starts, const Tensor &lengths, const Tensor &a_log, const Tensor &d) {
-  const int64_t channels = x.size(1), size = b.size(1), width = padded(size), blocks = (channels + CHANNELS - 1) / CHANNELS;
+  const int64_t channels = x.size(1), size = b.size(1), width = padded(size);
+  STD_TORCH_CHECK(a_log.is_contiguous(), "weights have no gaps");
   const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
-  const std::vector<float> logs = widened(a_log), skips = widened(d);
+  const std::vector<float> skips = widened(d);
   Tensor y = make_out(x, sequences);
   by_dtype(x, [&]<class T>() {
     const Rows<T> inputs(x), bs(b), cs(c);
     const Rows<float> steps(dt);
     T *made = elements<T>(y);
-    share(blocks, x.size(0) * CHANNELS * size * 8, [&](int64_t begin, int64_t end) { // an exponential costs about 8
-      std::vector<float> own_b(width), own_c(width), rates(CHANNELS * width);
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * CHANNELS, count = std::min(CHANNELS, channels - first);
+    share_channels(channels, CHANNELS, x.size(0) * size * 8, [&](int64_t first, int64_t count) { // an exponential costs about 8
+      std::vector<float> own_b(width), own_c(width), rates(count * width);
+      by_dtype(a_log, [&]<class W>() {
         for (int64_t i = 0; i < count; ++i)
           for (int64_t at = 0; at < width; at += LANES)
-            store(Floats{} - exp_of(widen_some(logs.data() + (first + i) * size + at, size - at)), rates.data() + i * width + at);
-        for (const Sequence &each : sequences) {
-          StateRows state(state_of(states, each.slot) + first * size, count, size, each.is_new);
-          for (int64_t t = each.first; t < each.first + each.count; ++t) {
-            widen_row(bs[t], size, own_b.data());
-            widen_row(cs[t], size, own_c.data());
-            for (int64_t i = 0; i < count; ++i) {
-              const float step = steps[t][first + i], input = widen(inputs[t][first + i]);
-              Floats sum{};
-              for (int64_t at = 0; at < width; at += LANES) {
-                float *row = state.rows + i * width + at;
-                const Floats kept = exp_of(load<Floats>(rates.data() + i * width + at) * step);
-                const Floats next = load<Floats>(row) * kept + load<Floats>(own_b.data() + at) * (input * step);
-                store(next, row);
-                sum += next * load<Floats>(own_c.data() + at);
-              }
-              narrow(total(sum) + skips[first + i] * input, made[t * channels + first + i]);
+            store(Floats{} - exp_of(widen_some(elements<W>(a_log) + (first + i) * size + at, size - at)), rates.data() + i * width + at);
+      });
+      for (const Sequence &each : sequences) {
+        StateRows state(state_of(states, each.slot) + first * size, count, size, each.is_new);
+        for (int64_t t = each.first; t < each.first + each.count; ++t) {
+          widen_row(bs[t], size, own_b.data());
+          widen_row(cs[t], size, own_c.data());
+          for (int64_t i = 0; i < count; ++i) {
+            const float step = steps[t][first + i], input = widen(inputs[t][first + i]);
+            Floats sum{};
+            for (int64_t at = 0; at < width; at += LANES) {
+              float *row = state.rows + i * width + at;
+              const Floats kept = exp_of(load<Floats>(rates.data() + i * width + at) * step);
+              const Floats next = load<Floats>(row) * kept + load<Floats>(own_b.data() + at) * (input * step);
+              store(next, row);
+              sum += next * load<Floats>(own_c.data() + at);
             }
+            narrow(total(sum) + skips[first + i] * input, made[t * channels + first + i]);
           }
         }
       }

@@ -92,8 +92,12 @@ def test_no_sequence_leaves_all_states_alone_and_gives_zeros(name: str):
 
 def views_of(case: Case) -> Case:
     """The same with values that are columns of wider tensors, as a split gives them."""
-    values = [torch.cat((each, each.flip(0)), -1)[..., : each.shape[-1]] if each.dim() == 2 else each for each in case.values]
-    joined = torch.cat([each.flatten(1) for each in values if each.dim() == 3], -1) if case.values[0].dim() == 3 else None
+    values = [
+        torch.cat((each, each.flip(0)), -1)[..., : each.shape[-1]] if each.dim() == 2 else each for each in case.values
+    ]
+    joined = (
+        torch.cat([each.flatten(1) for each in values if each.dim() == 3], -1) if case.values[0].dim() == 3 else None
+    )
     if joined is not None:
         parts = iter(joined.split([each[0].numel() for each in values if each.dim() == 3], -1))
         values = [next(parts).view(each.shape) if each.dim() == 3 else each for each in values]

@@ -34,6 +34,7 @@ NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+MAX_STATE_DIM = 256  # of keys, or of a channel's state: registers hold so many times 32
 FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
 GIVEN = ("fp8",)  # formats in which gates give the rows that it multiplies next
@@ -209,6 +210,18 @@ def accepts_experts(
     return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 
+def accepts_delta(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
+    """keys of up to 256 dims"""
+    dim = int(q.shape[-1])
+    return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
+
+
+def accepts_ssd(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
+    """channels of up to 256 numbers of state"""
+    size = int(b.shape[-1])
+    return None if size <= MAX_STATE_DIM else f"a channel's state has {size} numbers, more than {MAX_STATE_DIM}"
+
+
 def _load_linears(context: LoadContext) -> object:
     from atom.kernels.triton.linear.linear import Linears
 
@@ -265,6 +278,24 @@ def _load_lora(_context: LoadContext) -> object:
     return lora
 
 
+def _load_conv(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import causal_conv
+
+    return causal_conv
+
+
+def _load_delta(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import gated_delta
+
+    return gated_delta
+
+
+def _load_ssd(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import ssd
+
+    return ssd
+
+
 def _kernel(op: Op, *args: Any, **options: Any) -> Kernel:
     return gpu_kernel(op, "triton", *args, **options)
 
@@ -284,6 +315,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.OPS["batched_causal_conv"], _load_conv),
+    _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
+    _kernel(ops.OPS["batched_ssd"], _load_ssd, accepts_ssd),
     _kernel(ops.router, _load_router),
     _kernel(ops.add_norm_router, _load_router),
     _kernel(ops.group, _load_grouping),

@@ -43,6 +43,12 @@ class Case(NamedTuple):
         made: Tensor = checked(self.op, *self.values, Cache(self.state, self.zeros), *self.weights, **self.attributes)
         return made
 
+    def apart(self) -> Case:
+        """The same with values that are columns of wider tensors, as a split gives them."""
+        rows = [each.flatten(1) for each in self.values]
+        views = [torch.cat((each, each), 1)[:, : each.shape[1]] for each in rows]
+        return self._replace(values=tuple(map(Tensor.view_as, views, self.values)))
+
     def wide(self) -> Case:
         """The same numbers in float32."""
         values = tuple(each.float() for each in self.values)

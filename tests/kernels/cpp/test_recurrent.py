@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gil import releases_gil
-from graph.ops.recurrences import Case, in_steps, make_case
+from graph.ops.recurrences import in_steps, make_case
 from kernels.checks import assert_as_near
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from atom.kernels.backend import Target
 from atom.kernels.cpp.build import RECURRENT, load_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ["causal_conv", "gated_delta", "ssd", "selective_scan"]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {}),
     ("causal_conv", {"channels": 200, "taps": 3, "kind": None, "has_bias": False}),
@@ -66,7 +67,7 @@ def test_it_is_as_near_to_the_truth_as_the_reference(name: str, options: dict[st
     assert_as_near(out, case.run(), case.wide().run())
 
 
-@pytest.mark.parametrize("name", ["causal_conv", "gated_delta", "ssd", "selective_scan"])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_leaves_the_states_of_the_reference(name: str):
     case = make_case(name, 70)
     left = []
@@ -79,7 +80,7 @@ def test_it_leaves_the_states_of_the_reference(name: str):
     torch.testing.assert_close(*left, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal_conv", "gated_delta", "ssd", "selective_scan"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_sequence_leaves_all_states_alone_and_gives_zeros(name: str):
     case = make_case(name, 3)
     slots = torch.ones_like(case.zeros).repeat(2, *[1] * case.zeros.dim())
@@ -90,27 +91,12 @@ def test_no_sequence_leaves_all_states_alone_and_gives_zeros(name: str):
         assert len(out) == len(values[0]) and not out.any() and bool((slots == 1).all())
 
 
-def views_of(case: Case) -> Case:
-    """The same with values that are columns of wider tensors, as a split gives them."""
-    values = [
-        torch.cat((each, each.flip(0)), -1)[..., : each.shape[-1]] if each.dim() == 2 else each for each in case.values
-    ]
-    joined = (
-        torch.cat([each.flatten(1) for each in values if each.dim() == 3], -1) if case.values[0].dim() == 3 else None
-    )
-    if joined is not None:
-        parts = iter(joined.split([each[0].numel() for each in values if each.dim() == 3], -1))
-        values = [next(parts).view(each.shape) if each.dim() == 3 else each for each in values]
-    assert not any(each.is_contiguous() for each in values if each.dtype == case.values[0].dtype)
-    return case._replace(values=tuple(values))
-
-
-@pytest.mark.parametrize("name", ["causal_conv", "gated_delta", "ssd", "selective_scan"])
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_may_lie_apart(name: str):
     case = make_case(name, 20)
     slots = case.zeros.repeat(1, *[1] * case.zeros.dim())
     batch = Batch({}, {}, torch.tensor([0, 20]).int(), torch.tensor([20]).int(), 0, slots=torch.zeros(1).int())
-    out = load(name)(*views_of(case).values, slots, batch, *case.weights, **case.attributes)
+    out = load(name)(*case.apart().values, slots, batch, *case.weights, **case.attributes)
     torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=1e-5)
 
 

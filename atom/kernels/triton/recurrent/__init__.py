@@ -1,0 +1,1 @@
+"""Triton kernels of ops with recurrent state: they go through a sequence's tokens in order."""

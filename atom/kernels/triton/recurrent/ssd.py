@@ -1,0 +1,69 @@
+"""Mamba-2's state space model of a step's sequences, token by token.
+
+    y = batched_ssd(x, dt, b, c, states, batch, a_log, d)
+
+A program keeps some channels of a head's state in registers while it goes through a sequence's tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph import Batch
+from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.gpu import find_gpu
+
+CHANNELS = 32  # of a program
+
+
+@jit(
+    do_not_specialize=["x_stride", "b_stride", "c_stride"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+)
+def _ssd(
+    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    channels = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))
+    is_channel, is_column = channels < DIM, columns < SIZE
+    first = tl.load(starts + sequence).to(tl.int64)
+    count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
+    is_old = tl.load(lengths + sequence) > count
+    slot = tl.load(slots + sequence).to(tl.int64)
+    places = states + ((slot * HEADS + head) * DIM + channels[:, None]) * SIZE + columns[None, :]
+    is_there = is_channel[:, None] & is_column[None, :]
+    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    skip = tl.load(d + head).to(tl.float32)
+    of_group = head // (HEADS // GROUPS) * SIZE
+    for t in range(count):
+        token = first + t
+        step = tl.load(dt + token * HEADS + head)
+        value = tl.load(x + token * x_stride + head * DIM + channels, mask=is_channel, other=0.0).to(tl.float32)
+        write = tl.load(b + token * b_stride + of_group + columns, mask=is_column, other=0.0).to(tl.float32)
+        read = tl.load(c + token * c_stride + of_group + columns, mask=is_column, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * step) + (value * step)[:, None] * write[None, :]
+        y = tl.sum(state * read[None, :], 1) + skip * value
+        tl.store(out + (token * HEADS + head) * DIM + channels, y.to(out.dtype.element_ty), mask=is_channel)
+    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+
+
+def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, batch: Batch, a_log: Tensor,
+                d: Tensor) -> Tensor:  # fmt: skip
+    """Shapes as in the op. What it gives for tokens of no sequence is unset."""
+    assert batch.slots is not None and all(map(has_rows, (x, b, c))) and states.is_contiguous()
+    heads, dim = x.shape[1:]
+    groups, size = b.shape[1:]
+    out = x.new_empty(x.shape)
+    grid = (len(batch.slots) * heads, -(-dim // CHANNELS))
+    _ssd[grid](
+        x, dt.contiguous(), b, c, states, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
+        b.stride(0), c.stride(0), groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4, **find_gpu(x.device).options,
+    )  # fmt: skip
+    return out

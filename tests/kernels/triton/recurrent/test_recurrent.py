@@ -1,0 +1,100 @@
+"""Triton kernels of ops with recurrent state, against the reference bodies of their ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from graph.ops.recurrences import in_steps, make_case
+from kernels.checks import BF16, assert_as_near
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from atom.graph import BATCH, Batch, LatestState, Type, ops
+from atom.kernels import LoadContext, find_kernel
+from atom.kernels.backend import Target
+
+NAMES = ["causal_conv", "gated_delta", "ssd"]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("causal_conv", {}),
+    ("causal_conv", {"channels": 130, "taps": 3, "kind": None, "has_bias": False}),
+    ("causal_conv", {"channels": 8, "taps": 2, "kind": "gelu"}),
+    ("gated_delta", {"key_heads": 2, "heads": 4}),
+    ("gated_delta", {"key_heads": 2, "heads": 2, "key_dim": 8, "value_dim": 33, "by_dim": True, "normalize": False}),
+    ("ssd", {"heads": 4, "groups": 2}),
+    ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
+]
+
+
+def run_on(device: str, name: str) -> Callable[..., Tensor]:
+    """A kernel whose arguments, of which it writes the states, are on a CPU."""
+    run = find_kernel(ops.OPS[f"batched_{name}"], "triton").load(LoadContext())
+
+    def run_there(*args: Any, **attributes: Any) -> Tensor:
+        there = tree_map_only(Tensor, lambda each: each.to(device), args)
+        out: Tensor = run(*there, **attributes).cpu()
+        for here, moved in zip(args, there, strict=True):
+            if isinstance(here, Tensor):
+                here.copy_(moved)
+        return out
+
+    return run_there
+
+
+@pytest.mark.parametrize(("name", "options"), CALLS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 5, 17])
+def test_sequences_in_any_chunks_equal_the_reference(
+    triton_device: str, name: str, options: dict[str, Any], chunk: int
+):
+    longest = 19 if name == "causal_conv" else 7  # more than a tile
+    lengths = [longest, 1, 6] if chunk > 1 else [4, 1, 3]
+    cases = [make_case(name, length, seed=n, **options) for n, length in enumerate(lengths)]
+    for case, out in zip(cases, in_steps(run_on(triton_device, name), cases, chunk), strict=True):
+        torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_as_near_to_the_truth_as_the_reference(triton_device: str, name: str, dtype: torch.dtype):
+    case = make_case(name, 9, dtype)
+    (out,) = in_steps(run_on(triton_device, name), [case], 5)
+    assert_as_near(out, case.run(), case.wide().run())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_leaves_the_states_of_the_reference(triton_device: str, name: str):
+    case = make_case(name, 9)
+    left = []
+    for run in (run_on(triton_device, name), ops.OPS[f"batched_{name}"]):
+        slots = torch.randn(4, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
+        starts, lengths = torch.tensor([0, 1, 3, 9, 9]).int(), torch.tensor([40, 2, 7, 1]).int()
+        batch = Batch({}, {}, starts, lengths, 1, slots=torch.tensor([2, 0, 1, 3]).int())
+        run(*case.values, slots, batch, *case.weights, **case.attributes)
+        left.append(slots)
+    torch.testing.assert_close(*left, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_may_lie_apart(triton_device: str, name: str):
+    case = make_case(name, 5)
+    slots, nothing = case.zeros.unsqueeze(0), torch.zeros(1).int()
+    batch = Batch({}, {}, torch.tensor([0, 5]).int(), torch.tensor([5]).int(), 0, slots=nothing)
+    out = run_on(triton_device, name)(*case.apart().values, slots, batch, *case.weights, **case.attributes)
+    torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=1e-5)
+
+
+def test_large_states_are_left_to_the_reference():
+    target, state = Target("cuda"), LatestState("0", Type("fp32", (2, 8, 8)))
+    small, large = Type("bf16", ("T", 2, 256)), Type("bf16", ("T", 2, 257))
+    delta, ssd = (find_kernel(ops.OPS[f"batched_{name}"], "triton") for name in ("gated_delta", "ssd"))
+    assert delta.accepts(target, small, small, small, small, small, state, BATCH, scale=1.0) is None
+    reason = "keys have 257 dims, more than 256"
+    assert delta.accepts(target, large, large, large, large, large, state, BATCH, scale=1.0) == reason
+    assert ssd.accepts(target, small, small, small, small, state, BATCH, small, small) is None
+    reason = "a channel's state has 257 numbers, more than 256"
+    assert ssd.accepts(target, small, small, large, large, state, BATCH, small, small) == reason

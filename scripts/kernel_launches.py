@@ -439,6 +439,7 @@ def call_the_rest(arch: str) -> None:
     attend(arch)
     multiply_by_many_experts(arch)
     expand_adapters()
+    recur()
     sum_over_ranks()
     copy_blocks()
     draft_tokens()
@@ -515,6 +516,28 @@ def expand_adapters() -> None:
         x = zeros(rows, sum(sizes) + len(sizes) * 8 * rank)
         numbers = zeros(rows, dtype=torch.int64)
         lora.expand_lora(x, zeros(sum(sizes), 8 * rank), numbers, rank=rank, sizes=sizes, kind=kind)
+
+
+def recur() -> None:
+    """Recurrences of decodes and prompts."""
+    from atom.graph import Batch
+    from atom.kernels.triton.recurrent import causal_conv, gated_delta, ssd
+
+    numbers = zeros(5, dtype=torch.int32)
+    batch = Batch({}, {}, numbers, numbers[:4], 4, slots=numbers[:4])
+    for tokens, dtype in itertools.product((4, 300), (torch.bfloat16, torch.float16, torch.float32)):
+        for channels, taps, kind in ((1024, 3, None), (8192, 4, "silu")):
+            x, states = zeros(tokens, channels, dtype=dtype), zeros(6, taps - 1, channels, dtype=dtype)
+            weight, bias = zeros(channels, taps, dtype=dtype), zeros(channels, dtype=dtype) if kind else None
+            causal_conv.batched_causal_conv(x, states, batch, weight, bias, kind=kind)
+        x, states = zeros(tokens, 32, 128, dtype=dtype), zeros(6, 32, 128, 128, dtype=torch.float32)
+        steps = zeros(tokens, 32, 128, dtype=torch.float32)
+        for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, False)):
+            given = keys, keys, x, decay, x[..., 0], states, batch
+            gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
+        x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
+        states = zeros(6, 64, 64, 128, dtype=torch.float32)
+        ssd.batched_ssd(x, dt, b, b, states, batch, dt[0], dt[0])
 
 
 def sum_over_ranks() -> None:

@@ -102,7 +102,7 @@ def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.
 )
 def test_every_kernel_of_a_gpu_is_called_as_its_op(kernel: Kernel):
     pytest.importorskip("triton")
-    ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(LoadContext()), kernel.op.body))
+    ours, theirs = dict(inspect.signature(kernel.load(LoadContext())).parameters), kernel.op.signature.parameters
     cut_up = ours.pop("parameters", None)  # by what is measured, where the caller does not say it
     assert cut_up is None or (cut_up.kind == cut_up.KEYWORD_ONLY and cut_up.default is not cut_up.empty)
     assert [(each.name, each.kind, each.default) for each in ours.values()] == [

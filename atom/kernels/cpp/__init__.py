@@ -1,4 +1,4 @@
-"""The backend `cpp`: CPU kernels in C++, for few rows and decodes.
+"""The backend `cpp`: CPU kernels in C++, for few rows, decodes and recurrences.
 
 Packed weights are unpacked in registers, so few rows take only the time to read the weight; plain weights are in the
 layout of oneDNN, which multiplies many rows. Prompts' attention is left to torch. If a source cannot be compiled,

@@ -1,6 +1,6 @@
 """Ops with recurrent state, in C++.
 
-    y = causal_conv(x, states, batch, weight, bias, kind="silu")    # arguments as in the op `batched_causal_conv`
+    y = causal_conv(x, state, batch, weight, bias, kind="silu")    # arguments as in the op `batched_causal_conv`
 
 The reference runs sequence by sequence and token by token, at some ten calls of torch each.
 """
@@ -51,28 +51,28 @@ def accepts_state(_target: Target, *types: Any, **_attributes: Any) -> str | Non
     return None if state.type.dtype == "fp32" else f"has no states in {state.type.dtype}"
 
 
-def causal_conv(x: Tensor, states: Tensor, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
+def causal_conv(x: Tensor, state: Tensor, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
                 kind: str | None = None) -> Tensor:  # fmt: skip
     return torch.ops.atom.causal_conv(  # type: ignore[no-any-return]
-        x, states, batch.slots, batch.starts, batch.lengths, weight, bias, kind is not None
+        x, state, batch.slots, batch.starts, batch.lengths, weight, bias, kind is not None
     )
 
 
-def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: Batch, *,
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch, *,
                 scale: float, normalize: bool = False) -> Tensor:  # fmt: skip
     return torch.ops.atom.gated_delta(  # type: ignore[no-any-return]
-        q, k, v, decay, beta, states, batch.slots, batch.starts, batch.lengths, scale, normalize
+        q, k, v, decay, beta, state, batch.slots, batch.starts, batch.lengths, scale, normalize
     )
 
 
-def ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, batch: Batch, a_log: Tensor, d: Tensor) -> Tensor:
+def ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor, d: Tensor) -> Tensor:
     return torch.ops.atom.ssd(  # type: ignore[no-any-return]
-        x, dt, b, c, states, batch.slots, batch.starts, batch.lengths, a_log, d
+        x, dt, b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d
     )
 
 
-def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, batch: Batch, a_log: Tensor,
+def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
                    d: Tensor) -> Tensor:  # fmt: skip
     return torch.ops.atom.selective_scan(  # type: ignore[no-any-return]
-        x, dt, b, c, states, batch.slots, batch.starts, batch.lengths, a_log, d
+        x, dt, b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d
     )

@@ -75,12 +75,15 @@ def xielu(x, alpha_p, alpha_n):
     m = tl.minimum(x, -1e-6)
     series = 1 / 2 + m * (1 / 6 + m * (1 / 24 + m * (1 / 120 + m * (1 / 720 + m * (1 / 5040)))))
     bent = tl.where(m > -0.5, m * m * series, tl.exp(m) - 1 - m) + (m - x)
-    return tl.where(x > 0, _softplus(alpha_p) * x * x, (0.5 + _softplus(alpha_n)) * bent) + 0.5 * x
+    return tl.where(x > 0, softplus(alpha_p) * x * x, (0.5 + softplus(alpha_n)) * bent) + 0.5 * x
 
 
 @jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+def softplus(x):
+    """x fp32 -> fp32; log(1 + power) is a series near 0, where 1 hides it"""
+    power = tl.exp(-tl.abs(x))
+    series = power * (1 - power * (1 / 2 - power * (1 / 3 - power * (1 / 4 - power * (1 / 5)))))
+    return tl.maximum(x, 0.0) + tl.where(power < 0.05, series, tl.log(1.0 + power))
 
 
 @jit

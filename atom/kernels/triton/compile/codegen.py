@@ -30,9 +30,9 @@ BLOCK = 1024  # columns per program, where no norm needs the whole row
 PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
-NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
+NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm, ops.group_rms_norm)
 IMPORTS = {  # what a piece's module imports, by module of atom.kernels.triton
-    "activations": ("activation", "gated", "tanh", "xielu"),
+    "activations": ("activation", "gated", "softplus", "tanh", "xielu"),
     "attention.common": ("wait_for_inputs",),
     "attention.rope": ("find_angle", "find_partner", "rotate"),
     "compile.jit": ("jit",),
@@ -229,6 +229,26 @@ class _Kernel:
         numbers = ", ".join(self._value(each, (0,), tile) for each in alphas)
         return self._rounded(node, f"xielu({self._value(x, at, tile)}, {numbers})")
 
+    def _time_step(self, node: Node, at: At, tile: _Tile) -> str:
+        low, high = node.kwargs.get("low", 0.0), node.kwargs.get("high")
+        value = f"tl.maximum(softplus({self._biased(node, at, tile)}), {float(low)}, tl.PropagateNan.ALL)"
+        if high is not None:
+            value = f"tl.minimum({value}, {float(high)}, tl.PropagateNan.ALL)"
+        return self._rounded(node, value)
+
+    def _ssm_decay(self, node: Node, at: At, tile: _Tile) -> str:
+        (a, a_log, _), floor = node.args, node.kwargs.get("floor")
+        head, _ = _divide(at[0], _dims(a)[0] // int(_type(a_log).shape[0]))
+        rate, raw = f"tl.exp({self._value(a_log, (head,), tile)})", self._biased(node, at, tile)
+        value = f"-{rate} * softplus({raw})" if floor is None else f"{float(floor)} * tl.sigmoid({rate} * ({raw}))"
+        return self._rounded(node, value)
+
+    def _biased(self, node: Node, at: At, tile: _Tile) -> str:
+        """The first argument, and the last one added to each row of it if there is another."""
+        x, *rest = node.args
+        biases = [self._value(each, at, tile) for each in rest[-1:] if each is not None]
+        return " + ".join([self._value(x, at, tile), *biases])
+
     def _gated_activate(self, node: Node, at: At, tile: _Tile) -> str:
         x, width = node.args[0], int(_type(node).shape[-1])
         gate, up = self._value(x, at, tile), self._value(x, (*at[:-1], _plus(at[-1], width)), tile)
@@ -256,7 +276,7 @@ class _Kernel:
         # load everything before the row is summed up, where its threads wait for each other
         value, factor = self._value(x, at, tile), self._value(weight, at[-1:], tile)
         offset = f" + {self._value(bias[0], at[-1:], tile)}" if bias and bias[0] is not None else ""
-        mean, deviation = self._statistics(x, is_centred, call.kwargs["eps"])
+        mean, deviation = self._statistics(x, dims, is_centred, call.kwargs["eps"])
         if is_centred:
             value = f"({value} - {self._spread(mean, at, dims)})"
         value = f"{value} * {self._spread(deviation, at, dims)} * {factor}{offset}"
@@ -265,9 +285,16 @@ class _Kernel:
     def _add_rms_norm(self, node: Node, at: At, tile: _Tile) -> str:
         return (self._norm, self._add)[node.args[1]](node, at, tile)
 
-    def _statistics(self, x: Node, is_centred: bool, eps: float) -> tuple[str, str]:
-        """Variables of the mean and of 1 over the deviation of each row, or of each head of it."""
-        *heads, width = _dims(x)
+    def _group_rms_norm(self, node: Node, at: At, tile: _Tile) -> str:
+        (x, weight), groups = node.args, int(node.kwargs["groups"])
+        dims = [groups, _dims(node)[0] // groups]
+        value, factor = self._value(x, at, tile), self._value(weight, at, tile)
+        _, deviation = self._statistics(x, dims, False, node.kwargs["eps"])
+        return self._rounded(node, f"{value} * {self._spread(deviation, _unflatten(at[0], dims), dims)} * {factor}")
+
+    def _statistics(self, x: Node, dims: Sequence[int], is_centred: bool, eps: float) -> tuple[str, str]:
+        """Variables of the mean and of 1 over the deviation of each row, or of each head of it; dims: x's, or parts."""
+        *heads, width = dims
         num_heads, size = math.prod(heads), _power(width)
         if heads:
             name, num = f"h{num_heads}x{width}", _power(num_heads)
@@ -278,6 +305,7 @@ class _Kernel:
         else:
             num, tile = 0, self._tile(width)
             at = (tile.name,)
+        own = at if len(dims) == len(_dims(x)) else (_flatten(at, dims),)
 
         def average(expression: str) -> str:
             kept = _call("tl.where", [tile.mask, expression, "0.0"]) if tile.mask else expression
@@ -285,12 +313,12 @@ class _Kernel:
             total = f"tl.sum(tl.reshape({kept}, [{num}, {size}]), axis=1)" if num else f"tl.sum({kept}, axis=0)"
             return f"{total} / {width}"
 
-        key = "statistics", x, is_centred, eps
+        key = "statistics", x, *dims, is_centred, eps
         if key not in self._values:
-            value, mean = self._value(x, at, tile), ""
+            value, mean = self._value(x, own, tile), ""
             if is_centred:
                 mean = self._assign("mean", average(value))
-                value = self._assign("centred", f"{value} - {self._spread(mean, at, _dims(x))}")
+                value = self._assign("centred", f"{value} - {self._spread(mean, at, dims)}")
             self._values[key] = self._assign("deviation", f"tl.rsqrt({average(f'{value} * {value}')} + {eps})")
             self._values[("mean", *key)] = mean
         return self._values[("mean", *key)], self._values[key]
@@ -340,6 +368,9 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.activate: _Kernel._activate,
     ops.xielu: _Kernel._xielu,
     ops.gated_activate: _Kernel._gated_activate,
+    ops.time_step: _Kernel._time_step,
+    ops.ssm_decay: _Kernel._ssm_decay,
+    ops.group_rms_norm: _Kernel._group_rms_norm,
     ops.split: _Kernel._split,
     ops.split_heads: _Kernel._split_heads,
     ops.merge_heads: _Kernel._merge_heads,

@@ -1,6 +1,6 @@
 """The causal convolution of a step's sequences.
 
-    y = batched_causal_conv(x, states, batch, weight, bias, kind="silu")
+    y = batched_causal_conv(x, state, batch, weight, bias, kind="silu")
 
 A program takes a sequence's tokens one tile after another, for some channels, and then updates the state.
 """
@@ -69,15 +69,15 @@ def _causal_conv(
     tl.store(state + rows[:, None] * SIZE + columns[None, :], last, mask=is_kept)
 
 
-def batched_causal_conv(x: Tensor, states: Tensor, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
+def batched_causal_conv(x: Tensor, state: Tensor, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
                         kind: str | None = None) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and x.stride(1) == 1 and states.is_contiguous() and weight.is_contiguous()
+    assert batch.slots is not None and x.stride(1) == 1 and state.is_contiguous() and weight.is_contiguous()
     channels, taps = weight.shape
     out = x.new_empty(x.shape)
     grid = (len(batch.slots), -(-channels // CHANNELS))
     _causal_conv[grid](
-        x, states, batch.slots, batch.starts, batch.lengths, weight, bias, out, x.stride(0), kind, taps, channels,
+        x, state, batch.slots, batch.starts, batch.lengths, weight, bias, out, x.stride(0), kind, taps, channels,
         BLOCK_T=TOKENS if len(x) > len(batch.slots) else 1, BLOCK_C=CHANNELS, num_warps=4, **find_gpu(x.device).options,
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """The gated delta rule of a step's sequences, token by token.
 
-    o = batched_gated_delta(q, k, v, decay, beta, states, batch, scale=0.088, normalize=True)
+    o = batched_gated_delta(q, k, v, decay, beta, state, batch, scale=0.088, normalize=True)
 
 A program keeps some columns of a head's state in registers while it goes through a sequence's tokens. That reads and
 writes the state of a decode once; of a long prompt few multiprocessors are busy.
@@ -72,16 +72,16 @@ def _gated_delta(
     tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
 
 
-def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: Batch, *,
+def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch, *,
                         scale: float, normalize: bool = False) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and all(map(has_rows, (q, k, v))) and states.is_contiguous()
+    assert batch.slots is not None and all(map(has_rows, (q, k, v))) and state.is_contiguous()
     heads, width = v.shape[1:]
     key_heads, dim = q.shape[1:]
     out = v.new_empty(v.shape)
     grid = (len(batch.slots) * heads, -(-width // COLUMNS))
     _gated_delta[grid](
-        q, k, v, decay.contiguous(), beta.contiguous(), states, batch.slots, batch.starts, batch.lengths, out,
+        q, k, v, decay.contiguous(), beta.contiguous(), state, batch.slots, batch.starts, batch.lengths, out,
         q.stride(0), k.stride(0), v.stride(0), scale, L2_EPS if normalize else None, decay.dim() == 3, key_heads, heads,
         dim, width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Mamba-2's state space model of a step's sequences, token by token.
 
-    y = batched_ssd(x, dt, b, c, states, batch, a_log, d)
+    y = batched_ssd(x, dt, b, c, state, batch, a_log, d)
 
 A program keeps some channels of a head's state in registers while it goes through a sequence's tokens.
 """
@@ -54,16 +54,16 @@ def _ssd(
     tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
 
 
-def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, batch: Batch, a_log: Tensor,
+def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
                 d: Tensor) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and all(map(has_rows, (x, b, c))) and states.is_contiguous()
+    assert batch.slots is not None and all(map(has_rows, (x, b, c))) and state.is_contiguous()
     heads, dim = x.shape[1:]
     groups, size = b.shape[1:]
     out = x.new_empty(x.shape)
     grid = (len(batch.slots) * heads, -(-dim // CHANNELS))
     _ssd[grid](
-        x, dt.contiguous(), b, c, states, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
+        x, dt.contiguous(), b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
         b.stride(0), c.stride(0), groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4, **find_gpu(x.device).options,
     )  # fmt: skip
     return out

@@ -114,6 +114,24 @@ def piece(x0: i64[A], x1: {0}[A, 37], w0: fp32[8], w1: {0}[1], w2: {0}[1]):
     xielu = generated.xielu(x1, w1, w2)
     return rotary, rotary_1, clamp, xielu
 """,
+    "time steps and decays": """\
+def piece(x0: {0}[A, 24], x1: fp32[A, 24], w0: fp32[24], w1: {0}[6], w2: {0}[24]):
+    time_step = generated.time_step(x0, w0)
+    time_step_1 = generated.time_step(x1, None, low=0.3, high=1.5)
+    ssm_decay = generated.ssm_decay(x0, w1, w0)
+    ssm_decay_1 = generated.ssm_decay(x0, w2, w2, floor=-5.0)
+    split_heads = generated.split_heads(ssm_decay, heads=6)
+    return time_step, time_step_1, split_heads, ssm_decay_1
+""",
+    "norms of groups of columns": """\
+def piece(x0: {0}[A, 60], x1: {0}[A, 5, 12], w0: {0}[60], w1: fp32[60]):
+    group_rms_norm = generated.group_rms_norm(x0, w0, eps=1e-05, groups=4)
+    merge_heads = generated.merge_heads(x1)
+    mul = generated.mul(merge_heads, x0)
+    group_rms_norm_1 = generated.group_rms_norm(mul, w1, eps=0.1, groups=1)
+    group_rms_norm_2 = generated.group_rms_norm(mul, w1, eps=0.1, groups=60)
+    return group_rms_norm, group_rms_norm_1, group_rms_norm_2
+""",
     "rows of two kinds": """\
 def piece(x0: {0}[A, 6], x1: {0}[B, 8]):
     gated_activate = generated.gated_activate(x0, kind="silu")
@@ -296,7 +314,7 @@ def piece(x0: bf16[A, 48], x1: bf16[A, 48], w0: bf16[48]):
 import torch
 import triton.language as tl
 
-from atom.kernels.triton.activations import activation, gated, tanh, xielu
+from atom.kernels.triton.activations import activation, gated, softplus, tanh, xielu
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.attention.rope import find_angle, find_partner, rotate
 from atom.kernels.triton.compile.jit import jit

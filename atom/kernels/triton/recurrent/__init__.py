@@ -1,1 +1,1 @@
-"""Triton kernels of ops with recurrent state: they go through a sequence's tokens in order."""
+"""Triton kernels of ops with recurrent state: convolution, delta rule, SSD."""

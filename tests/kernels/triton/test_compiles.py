@@ -23,6 +23,7 @@ from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_ke
 from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
+from atom.kernels.triton.recurrent import causal_conv, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
@@ -57,7 +58,8 @@ class Compile:
         print(kernel.__name__)
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
-               row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv):
+               row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
+               gated_delta, ssd):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -108,6 +110,12 @@ for scales in ((None, None), (scale, scale)):
     rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), fp8, batch, *scales, eps=1e-6)
     paged.PagedAttention()(q, fp8, batch, None, *scales, scale=0.1)
     paged.NormRopeAttention()(q, k, k, angle, angle, bf16(128), bf16(128), fp8, batch, None, *scales, eps=1e-6, scale=0.1)
+in_slots = batch._replace(slots=starts[:4])
+causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
+states = torch.zeros(5, 8, 128, 128)
+for decay in (torch.zeros(9, 8), torch.zeros(9, 8, 128)):
+    gated_delta.batched_gated_delta(q, q, q, decay, q[..., 0], states, in_slots, scale=0.1, normalize=True)
+ssd.batched_ssd(q, torch.zeros(9, 8), k, k, states, in_slots, torch.zeros(8), torch.zeros(8))
 rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
 state = RequestState(3, 500, "cpu")
 inputs = Inputs(slots, slots, batch._replace(lengths=rows), slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
@@ -174,6 +182,9 @@ NAMES = {
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
     "speculation": "_find _repeat _accept _finish _keep _draw_noise _largest_of_part _best_of_part _best_of_row",
+    "causal_conv": "_causal_conv",
+    "gated_delta": "_gated_delta",
+    "ssd": "_ssd",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 

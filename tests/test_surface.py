@@ -68,7 +68,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
-model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mlp_layer_types mtp_layers mtp_layer mtp_like stacked
+model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
@@ -78,7 +78,7 @@ parallel: tensor data experts pipeline replicas visible_devices collectives disp
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
-model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
+model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.attention.rope: short_factor long_factor
@@ -88,6 +88,18 @@ model.attention.window_rope: short_factor long_factor
 model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
+model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
+model.blocks.NAME.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
+model.blocks.NAME.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
+model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.blocks.NAME.attention.rope: short_factor long_factor
+model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
+model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.blocks.NAME.attention.window_rope: short_factor long_factor
+model.blocks.NAME.mlp: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
+model.blocks.NAME.mlp: every first skip
+model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize scale
+model.blocks.NAME.short_conv: taps bias
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
@@ -111,7 +123,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 apertus arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 kimi_k2 llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
+hyperclovax internlm3 jais2 kimi_k2 lfm2 lfm2_moe llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
 qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 

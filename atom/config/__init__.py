@@ -9,6 +9,7 @@ Only what loads or writes a configuration imports Hydra: a process that is hande
 from atom.config.schema import (
     AdvancedConfig,
     AttentionConfig,
+    BlockSettings,
     Config,
     EmbeddedConfig,
     GPUConfig,
@@ -23,11 +24,13 @@ from atom.config.schema import (
     RouterConfig,
     SamplingConfig,
     ServeConfig,
+    ShortConvConfig,
 )
 
 __all__ = [
     "AdvancedConfig",
     "AttentionConfig",
+    "BlockSettings",
     "Config",
     "EmbeddedConfig",
     "GPUConfig",
@@ -42,4 +45,5 @@ __all__ = [
     "RouterConfig",
     "SamplingConfig",
     "ServeConfig",
+    "ShortConvConfig",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atom.checkpoint.address import short_name
-from atom.config.schema import Config, ParallelConfig
+from atom.config.schema import Config, MLPConfig, ParallelConfig
 from atom.dtypes import BY_NAME
 from atom.errors import ConfigError
 
@@ -16,7 +16,11 @@ CACHE_DTYPES = DTYPES | {"fp8": "fp8_e4m3"}
 
 def respell(config: Config) -> Config:
     """Replace other names of values by ours."""
-    mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
+    mlp = [respell_mlp(each) for each in config.model.mlp]
+    blocks = {
+        name: block if block.mlp is None else replace(block, mlp=respell_mlp(block.mlp))
+        for name, block in config.model.blocks.items()
+    }
     cache_dtype = config.serve.kv_cache_dtype
     parallel, serve = config.parallel, config.serve
     if serve.enable_dp_attention and parallel.data == 1:
@@ -31,7 +35,7 @@ def respell(config: Config) -> Config:
         config,
         checkpoint=config.checkpoint and short_name(config.checkpoint),
         dtype=DTYPES.get(config.dtype, config.dtype),
-        model=replace(config.model, mlp=mlp),
+        model=replace(config.model, mlp=mlp, blocks=blocks),
         parallel=parallel,
         serve=replace(
             serve,
@@ -40,6 +44,10 @@ def respell(config: Config) -> Config:
             enable_dp_attention=parallel.data > 1,
         ),
     )
+
+
+def respell_mlp(mlp: MLPConfig) -> MLPConfig:
+    return replace(mlp, activation=ACTIVATIONS.get(mlp.activation, mlp.activation))
 
 
 def divide_attention(parallel: ParallelConfig) -> ParallelConfig:

@@ -15,12 +15,14 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     check_devices(config, device)
     check_pipeline(config, model)
     check_files(config)
-    if not divides_heads(ranks, model.attention):
-        max_ranks = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
-        fitting = [each for each in range(1, max_ranks + 1) if divides_heads(each, model.attention)]
-        heads = f"{model.attention.heads} heads"
-        if model.attention.kind == "gqa":
-            heads += f" with {model.attention.kv_heads} of keys and values"
+    for attention in model.attentions:
+        if divides_heads(ranks, attention):
+            continue
+        max_ranks = min(attention.heads, MAX_RANKS)  # config.json may state any number of heads
+        fitting = [each for each in range(1, max_ranks + 1) if divides_heads(each, attention)]
+        heads = f"{attention.heads} heads"
+        if attention.kind == "gqa":
+            heads += f" with {attention.kv_heads} of keys and values"
         listed = ", ".join(map(str, fitting))
         raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads} (supported: {listed})")
     if ranks * data % experts:
@@ -30,7 +32,7 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
             f"parallel.experts={experts} must divide the {ranks * data} ranks of {of} (supported: {there})"
         )
     given = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
-    fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    fewest = min((mlp.experts or 0 for mlp in model.mlps if mlp.kind == "moe"), default=0)
     if data > 1 and not fewest:
         raise ConfigError(
             f"parallel.data={data}: the model has no experts that groups could share; set parallel.data=1"
@@ -76,8 +78,10 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
         raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {given} has no such stage; set less")
     if num_stages == 1:
         return
-    if num_stages > model.layers:
-        raise ConfigError(f"{given}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
+    num_layers = sum(map(model.keeps_state, range(model.layers)))  # the others go with the layer before
+    if num_stages > num_layers:
+        of = "layers" if num_layers == model.layers else "layers with attention or a state"
+        raise ConfigError(f"{given}: the model has {num_layers} {of}; set parallel.pipeline to as many at most")
     if method is not None and method.reads_all_stages:
         others = [name for name, each in METHODS.items() if not each.reads_all_stages]
         *some, last = sorted(others, key=lambda name: not METHODS[name].has_programs)

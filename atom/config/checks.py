@@ -23,6 +23,9 @@ def check(value: Any, at: str = "") -> None:
     """Check every field against its range and its choices."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         check(item, f"{at}.{index}")
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if is_dataclass(item):
+            check(item, f"{at}.{name}")
     for each in fields(value) if is_dataclass(value) else ():
         item, key, limits = getattr(value, each.name), f"{at}.{each.name}".lstrip("."), each.metadata
         check(item, key)
@@ -115,7 +118,7 @@ def check_lora(config: Config) -> None:
         )
     if not has_lora(serve):
         return
-    if serve.lora_experts and not any(mlp.kind == "moe" for mlp in config.model.mlp):
+    if serve.lora_experts and not any(mlp.kind == "moe" for mlp in config.model.mlps):
         raise ConfigError("serve.lora_experts=true: the model has no experts; leave it out")
     if len(modules) > serve.max_loras:
         held = f"serve.max_loras={serve.max_loras} holds fewer than the {len(modules)} of serve.lora_modules"

@@ -32,7 +32,8 @@ from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF, GROUPS
 from atom.config.model_files import SEARCHPATH, ModelFile, model_files, search_path_of
 from atom.config.overrides import parse
-from atom.config.schema_keys import inner_blocks, plain_fields, value_above
+from atom.config.resolvers import RESOLVERS
+from atom.config.schema_keys import inner_blocks, optional_along, plain_fields, value_above
 from atom.config.spelling import override
 from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION
@@ -68,8 +69,8 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
                 composed = copy.deepcopy(compose_once(schema, *choices))
         for parsed in map(parse, values):
             key = parsed.key_or_group
-            for at in optional:
-                if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
+            for at in optional_along(schema, key):
+                if OmegaConf.select(composed, at) is None:
                     parent, _, name = at.rpartition(".")
                     OmegaConf.update(composed, parent, {name: {}}, merge=True)
             if above := value_above(schema, key):
@@ -176,6 +177,8 @@ def register(schema: Any) -> None:
     OmegaConf.register_new_resolver("generation", look_up_sampling, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
     OmegaConf.register_new_resolver("equal", operator.eq, replace=True)
+    for resolver in RESOLVERS:
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
 def resolve(

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from atom.config.overrides import BYTES, UNITS, no_model
 from atom.config.schema import SET_BY_LOAD
-from atom.config.schema_keys import keys
+from atom.config.schema_keys import blocks, keys, without_entries
 from atom.config.shorthand import may_be_checkpoint
 from atom.config.spelling import ALIASES, MOVED, did_you_mean
 from atom.config.transformers_words import HINTS
@@ -70,7 +70,7 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return no_choice(group, name, re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE))
         if key and re.match(r"Key '.*' (not in|is not in struct)", text):
             return unknown_key(key, schema)
-        if key and re.search(r"is not a ListConfig, list or tuple", text):
+        if key and re.search(r"is not a ListConfig, list or tuple|incompatible with type hint '[\w.]*List\[", text):
             return ConfigError(f"{key} is a list; write {key}=[…]")
         if key and "is not a subclass of" in text:
             return ConfigError(f"{key} is a group of fields; write {key}.NAME=…")
@@ -109,10 +109,12 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
     for old, new in (MOVED | ALIASES).items():
         if f"{key}.".startswith(f"{old}."):
             return ConfigError(f"{key} is now {new}{key.removeprefix(old)}; set that")
-    known = [re.sub(r"\.\d+", "", name) for name in keys(schema) if name not in SET_BY_LOAD]
-    parent, _, last = re.sub(r"\.\d+", "", key).rpartition(".")
+    known = [without_entries(schema, name) for name in keys(schema) if name not in SET_BY_LOAD]
+    parent, _, last = without_entries(schema, key).rpartition(".")
     inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in inside))
+    if any(at == f"{key.rpartition('.')[0]}.NAME." for at, _ in blocks(schema)):
+        return ConfigError(f"{key}: there is no such block; a model file adds one")
     if not siblings:
         return ConfigError(f"{key}: there is no such key; +{key}=… adds one to a mapping")
     elsewhere = {name.rpartition(".")[2]: name for name in reversed(known) if not name.startswith("model.")}

@@ -286,6 +286,8 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
         if not isinstance(value, list) or not all(isinstance(item, types) for item in value):
             raise ConfigError(f"{at}={spelled(value)[:100]} is not a list of {named}")
         return [build(inner, item, f"{at}.{index}") for index, item in enumerate(value)]
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return {name: build(get_args(kind)[1], item, f"{at}.{name}") for name, item in value.items()}
     if not is_dataclass(kind):
         if value == "???" and kind is not Any:
             raise ConfigError(f"{at}=??? has no value; set it")

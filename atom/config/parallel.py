@@ -54,7 +54,7 @@ def choose_dispatch(parallel: ParallelConfig, torchrun: TorchrunConfig, model: M
 
 
 def find_mixture(model: ModelConfig) -> MLPConfig | None:
-    return next((mlp for mlp in model.mlp if mlp.kind == "moe"), None)
+    return next((mlp for mlp in model.mlps if mlp.kind == "moe"), None)
 
 
 def sent_share(mixture: MLPConfig, parts: int) -> float:

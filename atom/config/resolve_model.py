@@ -5,17 +5,34 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from atom.checkpoint.modules import find_kv_scales
 from atom.config.resolve_quant import derive_format
-from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
+from atom.config.schema import (
+    MAX_EXPERTS,
+    AttentionConfig,
+    BlockConfig,
+    Config,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from atom.config.spelling import did_you_mean, spelled
 from atom.config.stored_names import find_optional
 from atom.errors import ConfigError, UnsupportedError
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+BLOCKS = ("attention", "mlp")  # that every model has, besides those of model.blocks
+LAYER_TYPES = ("full_attention", "sliding_attention")  # besides those of model.branches
+WHICH_LAYERS: dict[str, Any] = {
+    "window_from": 0,
+    "first": 0,
+    "every": 1,
+    "skip": [],
+}  # fields of attention and mlp only
+MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]")
 
@@ -24,11 +41,17 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
     """Check the fields of the model, and replace auto and null. names: of a quantized checkpoint's tensors"""
     check_model(config)
     model, stored = config.model, derive_format(config, names)
+    blocks = {
+        name: derive_block(config, block, f"model.blocks.{name}", max_model_len) for name, block in model.blocks.items()
+    }
+    types = model.layer_types
     return replace(
         model,
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
-        attention=derive_attention(config, max_model_len),
+        attention=derive_attention(config, model.attention, "model.attention", max_model_len),
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        blocks=blocks,
+        layer_types=None if types is None else types[: model.layers],
         weights=find_kv_scales(names, model.weights) | find_optional(model, names),
         fmt=stored.fmt,
         plain=stored.plain,
@@ -57,23 +80,37 @@ def check_model(config: Config) -> None:
             raise UnsupportedError(
                 f"{config.checkpoint}: {key}={spelled(found)} in its config.json is not supported {known}"
             )
-    if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
+    if model.layers * max((mlp.experts or 0 for mlp in model.mlps), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
     if model.mtp_like is not None and model.mtp_like >= model.layers:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
+    check_branches(model)
+    check_layer_types(config)
     check_mlp_types(model)
     check_stacked(model)
     check_reasoning(model)
 
 
-def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
-    model, attention, at = config.model, config.model.attention, "model.attention"
-    head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
-    kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
+def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int) -> BlockConfig:
+    for name, default in WHICH_LAYERS.items():
+        if (value := getattr(block.settings, name, default)) != default:
+            layers = "layers have the block if model.branches says so"
+            raise ConfigError(f"{at}.{block.kinds[0]}.{name}={spelled(value)}: {layers}; leave it out")
+    if block.attention is not None:
+        attention = derive_attention(config, block.attention, f"{at}.attention", max_model_len)
+        return replace(block, attention=attention)
+    return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp"))
+
+
+def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
+    model = config.model
+    head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
+    kv_heads = attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
-    check_layer_lists(attention, model.layers, at)
+    if attention.rope_layers is not None:
+        check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
     by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
     if by_type and attention.window_rope is None and attention.rope.kind != "none":
         raise UnsupportedError(
@@ -89,46 +126,73 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     assert rope is not None, "it has a default"
     mscale = rope_mscale(rope) if attention.kind == "mla" else 1.0
     scale = attention.scale or (attention.scale_dim or head_dim) ** -0.5 * mscale**2
-    types = None if types is None else types[: model.layers]
     return replace(
         attention,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=scale,
-        layer_types=types,
         rope=rope,
         window_rope=window_rope,
     )
 
 
-def check_layer_lists(attention: AttentionConfig, num_layers: int, at: str) -> None:
-    """Check the fields that have an entry for each layer."""
-    for name, listed in (("layer_types", attention.layer_types), ("rope_layers", attention.rope_layers)):
-        if listed is not None and len(listed) < num_layers:
-            raise ConfigError(f"{at}.{name} names only {len(listed)} layers, the model has {num_layers}")
-    for kind in attention.layer_types or ():
-        if kind not in LAYER_TYPES:
-            supported = ", ".join(LAYER_TYPES)
-            raise UnsupportedError(f"{at}.layer_types: layer type {kind} is not supported (supported: {supported})")
+def check_branches(model: ModelConfig) -> None:
+    """Check the blocks of model.blocks, and that the layers of model.branches are made of these."""
+    for name, block in model.blocks.items():
+        at, kinds = f"model.blocks.{name}", block.kinds
+        if name in BLOCKS:
+            raise ConfigError(f"{at}: the block {name} is model.{name}; choose another name")
+        if len(kinds) != 1:
+            choices = ", ".join(each.name for each in fields(BlockConfig))
+            raise ConfigError(f"{at} has {' and '.join(kinds) or 'no kind'}; it takes one of {choices}")
+    known = [*BLOCKS, *model.blocks]
+    for kind, names in model.branches.items():
+        at = f"model.branches.{kind}"
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"{at}: there is no block {name}{did_you_mean(name, known)}; blocks: {', '.join(known)}"
+                )
+        if not 0 < len(names) <= MAX_BRANCHES:
+            raise ConfigError(f"{at} has {len(names)} blocks; a layer has 1 or {MAX_BRANCHES}")
 
 
-def gqa_head_dim(model: ModelConfig) -> int:
-    attention = model.attention
-    if attention.head_dim is None and model.hidden % attention.heads:
-        hidden = f"model.hidden={model.hidden} is not a multiple of model.attention.heads={attention.heads}"
-        raise ConfigError(f"{hidden}; set model.attention.head_dim")
-    return attention.head_dim or model.hidden // attention.heads
+def check_layer_types(config: Config) -> None:
+    """Check that each layer has a type that is known, and that no more layers have one."""
+    model = config.model
+    for at, types in (("model.layer_types", model.layer_types), ("model.layer_pattern", model.layer_pattern)):
+        for kind in types or ():
+            if kind not in (known := [*LAYER_TYPES, *model.branches]):
+                supported = ", ".join(dict.fromkeys(known))
+                raise UnsupportedError(f"{at}: layer type {kind} is not supported (supported: {supported})")
+    if model.layer_types is not None:
+        check_count(model.layer_types, model.layers, "model.layer_types")
+        stored = config.hf.get("num_hidden_layers")  # of which model.layers may keep a part
+        most = max(model.layers, stored if isinstance(stored, int) else 0) + model.mtp_layers
+        if len(model.layer_types) > most:
+            raise ConfigError(f"model.layer_types names {len(model.layer_types)} layers, the model has {most}")
 
 
-def mla_head_dim(attention: AttentionConfig) -> int:
+def check_count(listed: Sequence[object], num_layers: int, at: str) -> None:
+    """Check that a field has an entry for each layer."""
+    if len(listed) < num_layers:
+        raise ConfigError(f"{at} names only {len(listed)} layers, the model has {num_layers}")
+
+
+def gqa_head_dim(attention: AttentionConfig, hidden: int, at: str) -> int:
+    if attention.head_dim is None and hidden % attention.heads:
+        divided = f"model.hidden={hidden} is not a multiple of {at}.heads={attention.heads}"
+        raise ConfigError(f"{divided}; set {at}.head_dim")
+    return attention.head_dim or hidden // attention.heads
+
+
+def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
-            raise ConfigError(f"model.attention.{name} has no value; kind mla needs it")
+            raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
     for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None)):
         if getattr(attention, name) != value:
-            raise UnsupportedError(
-                f"model.attention.{name}={spelled(getattr(attention, name))} is not supported for kind mla"
-            )
+            raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
     return attention.nope_dim + attention.rope_dim
 
@@ -205,8 +269,7 @@ def check_mlp_types(model: ModelConfig) -> None:
     listed, at = model.mlp_layer_types, "model.mlp_layer_types"
     if listed is None:
         return
-    if len(listed) < model.layers:
-        raise ConfigError(f"{at} names only {len(listed)} layers, the model has {model.layers}")
+    check_count(listed, model.layers, at)
     kinds = {"sparse" if mlp.kind == "moe" else "dense" for mlp in model.mlp}
     for kind in listed:
         if kind not in kinds:

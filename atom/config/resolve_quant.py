@@ -65,7 +65,7 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         check_pattern(pattern, "quant.plain", ConfigError)
         if not any(matches(module, pattern) for module in modules):
             raise ConfigError(f"quant.plain: the model has no module {pattern}; mend it, or leave it out")
-    if quant.experts is not None and not any(mlp.kind == "moe" for mlp in model.mlp):
+    if quant.experts is not None and not any(mlp.kind == "moe" for mlp in model.mlps):
         raise ConfigError(f"quant.experts={quant.experts}: the model has no experts; leave it out")
     chosen = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
     words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}

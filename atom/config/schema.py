@@ -48,6 +48,7 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
 
 OUTPUTS = ("text", "json", "html")  # of a job; explain, bench and profile have a page
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
+MAX_TAPS = 1 << 10  # of a convolution; models have 3 or 4
 MAX_RANKS = 1 << 10  # of an engine
 MAX_BYTES = 1 << 50  # of memory, or of a folder of files
 MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
@@ -103,9 +104,7 @@ class AttentionConfig:
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
     sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
     window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
-    window_from: int = number(0, 0, INT32)  # first layer with the window, if layer_types is null
-    full_every: int | None = number(None, 1, INT32)  # layers without it: each of that number, if layer_types is null
-    layer_types: list[str] | None = None  # by layer: full_attention | sliding_attention
+    window_from: int = number(0, 0, INT32)  # first layer with the window, of layers without a type
     q_rank: int | None = number(None, 1, INT32)  # mla: latent dims of q; null: none
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
     nope_dim: int | None = number(None, 1, INT32)  # mla: dims of a head that have no position
@@ -148,6 +147,38 @@ class MLPConfig:
     every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple
     first: int = number(0, 0, INT32)  # the first layer that it takes
     skip: list[int] = field(default_factory=list)  # layers that it never takes
+
+
+@dataclass
+class ShortConvConfig:
+    """A gated short convolution (Liquid AI 2025)."""
+
+    taps: int = number(3, 2, MAX_TAPS)  # tokens that the convolution reads, its own included
+    bias: bool = False  # on the convolution and on both linears
+
+
+@dataclass
+class BlockConfig:
+    """A block of layers, of one of these kinds; the others are null."""
+
+    attention: AttentionConfig | None = None
+    mlp: MLPConfig | None = None
+    short_conv: ShortConvConfig | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that are set."""
+        return [each.name for each in fields(self) if getattr(self, each.name) is not None]
+
+    @property
+    def settings(self) -> BlockSettings:
+        """The fields of its kind."""
+        (kind,) = self.kinds
+        found: BlockSettings = getattr(self, kind)
+        return found
+
+
+BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig
 
 
 @dataclass
@@ -208,6 +239,10 @@ class ModelConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
+    blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
+    branches: dict[str, list[str]] = field(default_factory=dict)  # layer type -> its blocks; else attention, mlp
+    layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
+    layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored after the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
@@ -230,6 +265,34 @@ class ModelConfig:
     def layer_like(self, layer: int) -> int:
         """The layer by whose number a layer's kinds of attention and mlp are chosen."""
         return layer if self.mtp_like is None or layer < self.layers else self.mtp_like
+
+    def layer_type(self, layer: int) -> str | None:
+        """The type of a layer; None if it has none, as layers after those that are listed."""
+        layer, listed, pattern = self.layer_like(layer), self.layer_types, self.layer_pattern
+        if listed is not None:
+            return listed[layer] if layer < len(listed) else None
+        return pattern[layer % len(pattern)] if pattern else None
+
+    def branches_of(self, layer: int) -> list[str]:
+        """The names of a layer's blocks, in order."""
+        return self.branches.get(self.layer_type(layer) or "", ["attention", "mlp"])
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer keeps something of a sequence, as attention does, and an mlp does not."""
+        others = (self.blocks.get(name) for name in self.branches_of(layer) if name != "mlp")
+        return any(block is None or block.mlp is None for block in others)
+
+    @property
+    def attentions(self) -> list[AttentionConfig]:
+        """The attention of all layers, which may be of several sizes."""
+        others = [block.attention for block in self.blocks.values()]
+        return [self.attention, *(each for each in others if each is not None)]
+
+    @property
+    def mlps(self) -> list[MLPConfig]:
+        """The mlps of all layers."""
+        others = [block.mlp for block in self.blocks.values()]
+        return [*self.mlp, *(each for each in others if each is not None)]
 
 
 @dataclass

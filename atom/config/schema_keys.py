@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from atom.config.schema import SET_BY_LOAD, Config, Jobs
 
+ENTRIES = {list: ".0", dict: ".NAME"}  # what stands for an entry in a key
 SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}  # in words
 
 
@@ -47,7 +48,7 @@ def jobs_of(key: str) -> Jobs | None:
 
 @functools.cache
 def keys(kind: Any) -> tuple[str, ...]:
-    """Every dotted key of a schema; an entry of a list has the number 0."""
+    """Every dotted key of a schema; an entry of a list has the number 0, one of a mapping the name NAME."""
     return tuple(
         f"{at}{name}"
         for at, block in blocks(kind)
@@ -62,24 +63,51 @@ def blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     for name, each in types_of(kind).items():
         key, inner = f"{at}{name}", block_of(each)
         if inner is not None and key not in SET_BY_LOAD:
-            yield from blocks(inner, f"{key}.0." if get_origin(each) is list else f"{key}.")
+            yield from blocks(inner, f"{key}{ENTRIES.get(get_origin(each), '')}.")
 
 
 def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
     """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
     for name, each in types_of(kind).items():
         inner = block_of(each)
-        if inner is not None:
+        if inner is not None and get_origin(each) is not dict:
             if inner is not each:
                 yield f"{at}{name}", inner, get_origin(each) is list
             yield from inner_blocks(inner, f"{at}{name}.")
 
 
 def block_of(kind: Any) -> Any:
-    """The class of a block, of one that may be null, or of the entries of a list; None if a type is no block."""
-    while get_origin(kind) in (UnionType, list):
-        kind = get_args(kind)[0]
+    """The class of a block, of one that may be null, or of entries of a list or mapping; None if a type is no block."""
+    while get_origin(kind) in (UnionType, list, dict):
+        kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
     return kind if is_dataclass(kind) else None
+
+
+def without_entries(schema: Any, key: str) -> str:
+    """A dotted key without the numbers of lists' entries and the names of mappings' entries."""
+    kind, kept = schema, []
+    for name in key.split("."):
+        kind = get_args(kind)[0] if get_origin(kind) is UnionType else kind
+        if get_origin(kind) in ENTRIES:
+            kind = get_args(kind)[-1]
+        else:
+            kept.append(name)
+            kind = types_of(kind).get(name) if is_dataclass(kind) else None
+    return ".".join(kept)
+
+
+def optional_along(schema: Any, key: str) -> Iterator[str]:
+    """The keys along a dotted key, itself included, of blocks that may be null."""
+    kind, at = schema, ""
+    for name in key.split("."):
+        kind = get_args(kind)[0] if get_origin(kind) is UnionType else kind
+        if get_origin(kind) in ENTRIES:
+            kind = get_args(kind)[-1]
+        else:
+            kind = types_of(kind).get(name) if is_dataclass(kind) else None
+        at = f"{at}.{name}".lstrip(".")
+        if get_origin(kind) is UnionType and block_of(kind) is not None:
+            yield at
 
 
 def value_above(schema: Any, key: str) -> tuple[str, str] | None:
@@ -91,6 +119,8 @@ def value_above(schema: Any, key: str) -> tuple[str, str] | None:
             return at, SCALARS[inner]
         if get_origin(inner) is list and name.isdecimal():
             kind = get_args(inner)[0]
+        elif get_origin(inner) is dict and block_of(inner) is not None:
+            kind = block_of(inner)
         elif is_dataclass(inner) and name in types_of(inner):
             kind = types_of(inner)[name]
         else:

@@ -29,6 +29,8 @@ MOVED = {  # former names of fields and blocks, which errors answer with the pre
     **{f"serve.http.{name}_seconds": f"advanced.{name}_seconds" for name in ("read", "write", "comment", "heartbeat")},
     **{f"serve.http.{name}": f"advanced.{name}" for name in ("notify_socket", "listen_fds", "listen_pid")},
     "parallel.torchrun": "advanced.torchrun",
+    "model.attention.layer_types": "model.layer_types",
+    "model.attention.full_every": "model.layer_pattern",
 }
 HIDDEN = "***"  # shown in place of a secret
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from atom.config import AttentionConfig, RopeConfig
+from atom.config import AttentionConfig, ModelConfig, RopeConfig
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Recipe, Type, W, ops
@@ -24,9 +24,9 @@ class Rotary(NamedTuple):
     queries: tuple[Node, Node] | None = None  # cos and sin of queries, if these are others
 
 
-def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
+def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Grouped-query attention (Ainslie et al. 2023)."""
-    model, attention = writer.model, writer.model.attention
+    model = writer.model
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
     by_head = heads if attention.qkv_by_head else 1
@@ -49,7 +49,7 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     k = rotate(writer, k, rotary, "k")
     if attention.qk_norm == "behind_rope":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    window = window_of(attention, model.layer_like(layer))
+    window = window_of(model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     more: list[Recipe | None] = []
     if attention.sinks:
@@ -70,9 +70,9 @@ def scale_of(writer: Writer, role: str, layer: int) -> Recipe:
     return Measured(f"{writer.name('layer', layer)}.{role}")
 
 
-def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
+def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Multi-head latent attention (DeepSeek-AI 2024)."""
-    model, attention = writer.model, writer.model.attention
+    model = writer.model
     heads, rank, rotated = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
     plain, value = required(attention.nope_dim), required(attention.value_dim)
     if attention.q_rank is None:
@@ -96,12 +96,12 @@ def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
 
 
-ATTENTIONS: dict[str, Callable[[Writer, Node, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
+ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
 
 
 def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rotary | None]:
     """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it."""
-    ropes = [rope_of(writer.model.attention, writer.model.layer_like(layer)) for layer in layers]
+    ropes = [rope_of(writer.model, layer) for layer in layers]
     made: dict[int, Rotary] = {}
     for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
         freqs, scale, queries = rope_freqs(rope), rotary_scale(rope), None
@@ -113,10 +113,13 @@ def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rot
     return [None if rope is None else made[id(rope)] for rope in ropes]
 
 
-def rope_of(attention: AttentionConfig, layer: int) -> RopeConfig | None:
-    """The layer's rope, or None."""
-    is_full, listed, every = window_of(attention, layer) is None, attention.rope_layers, attention.no_rope_every
-    has_none = every is not None and (layer + 1) % every == 0 if listed is None else not listed[layer]
+def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
+    """The rope of the layer's attention, or None."""
+    attention, like = attention_of(model, layer), model.layer_like(layer)
+    if attention is None:
+        return None
+    is_full, listed, every = window_of(model, attention, layer) is None, attention.rope_layers, attention.no_rope_every
+    has_none = every is not None and (like + 1) % every == 0 if listed is None else not listed[like]
     if has_none or (is_full and not attention.full_rope):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
@@ -130,10 +133,15 @@ def rotate(writer: Writer, x: Node, rotary: Rotary | None, name: str) -> Node:
     return rotated
 
 
-def window_of(attention: AttentionConfig, layer: int) -> int | None:
-    """The layer's window in tokens, or None."""
-    if attention.layer_types is not None:
-        return attention.window if attention.layer_types[layer] == "sliding_attention" else None
-    if attention.full_every is not None and (layer + 1) % attention.full_every == 0:
-        return None
-    return attention.window if layer >= attention.window_from else None
+def attention_of(model: ModelConfig, layer: int) -> AttentionConfig | None:
+    """The layer's attention, or None."""
+    found = (model.attention if name == "attention" else model.blocks[name].attention
+             for name in model.branches_of(layer) if name != "mlp")  # fmt: skip
+    return next((attention for attention in found if attention is not None), None)
+
+
+def window_of(model: ModelConfig, attention: AttentionConfig, layer: int) -> int | None:
+    """The window in tokens of a layer's attention, or None."""
+    kind = model.layer_type(layer)
+    is_full = model.layer_like(layer) < attention.window_from if kind is None else kind == "full_attention"
+    return None if is_full else attention.window

@@ -1,22 +1,25 @@
-"""Write a decoder: an embedding, layers of attention and mlp, a head.
+"""Write a decoder: an embedding, layers, a head.
 
     write_body(writer)      # of the program `body`
     write_head(writer)
 
-The blocks of a layer are chosen by the `kind` that the model file says: attention.py and mlp.py have them.
+A layer is one block or several, each of which adds to the hidden states what it makes of them: blocks.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch.fx import Node
 
-from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
-from atom.frontend.mlp import MLPS, mlp_of
+from atom.frontend.attention import Rotary, rotaries
+from atom.frontend.blocks import write_block
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, ops
 from atom.graph.recipe_ranges import padded
+
+NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 
 def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:
@@ -102,28 +105,29 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
 def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None) -> Node:
     """x [T, H] -> [T, H]
 
-    h: what attention reads; None: x, normed.
+    h: what the first block reads; None: x, normed.
     """
-    model, norm, mlp = writer.model, writer.model.norm, mlp_of(writer.model, layer)
+    model, norm = writer.model, writer.model.norm
+    blocks = list(zip(model.branches_of(layer), NORMS, strict=False))
 
-    def attention_of(h: Node) -> Node:
-        a = ATTENTIONS[model.attention.kind](writer, h, rotary, layer)
-        return writer.norm(a, "attention_after_norm", layer, name="a") if norm.after else a
+    def normed(x: Node, role: str) -> Node:
+        return writer.norm(x, f"{role}_norm", layer) if norm.before else x
 
-    def mlp_block(h: Node) -> Node:
-        m = MLPS[mlp.kind](writer, h, mlp, layer)
-        return writer.norm(m, "mlp_after_norm", layer, name="m") if norm.after else m
+    def given(h: Node, name: str, role: str) -> Node:
+        y = write_block(writer, h, name, rotary, layer)
+        return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if norm.after else y
 
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
-    if h is None:
-        h = writer.norm(x, "attention_norm", layer) if norm.before else x
-    if model.residual != "sequential":
-        own = h if model.residual == "parallel" else writer.norm(x, "mlp_norm", layer)
-        both = add(attention_of(h), mlp_block(own), name="o")
-        return add(x, writer.scale(both, model.residual_scale))
-    x = add(x, writer.scale(attention_of(h), model.residual_scale))
-    h = writer.norm(x, "mlp_norm", layer) if norm.before else x
-    return add(x, writer.scale(mlp_block(h), model.residual_scale))
+    h = normed(x, NORMS[0]) if h is None else h
+    if model.residual == "sequential":
+        for place, (name, role) in enumerate(blocks):
+            h = normed(x, role) if place else h
+            x = add(x, writer.scale(given(h, name, role), model.residual_scale))
+        return x
+    read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
+    all_given = [given(each, name, role) for each, (name, role) in zip(read, blocks, strict=True)]
+    total = functools.reduce(functools.partial(add, name="o"), all_given)
+    return add(x, writer.scale(total, model.residual_scale))

@@ -107,7 +107,7 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
     if not stored:
         raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
     names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
-    experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    experts = max((mlp.experts or 0 for mlp in model.mlps if mlp.kind == "moe"), default=0)
     for placeholder, num_expected in (("layer", model.layers), ("expert", experts)):
         numbers = _find_numbers(stored, names, placeholder)
         if numbers is not None and len(numbers) < num_expected:

@@ -128,8 +128,8 @@ def test_architectures_that_are_no_list_of_names_are_refused(write: Write, names
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": 7}, "model.attention.layer_types=7 is not a list of texts"),
-        ({"layer_types": [{}, "full_attention"]}, "model.attention.layer_types=.* is not a list of texts"),
+        ({"layer_types": 7}, "model.layer_types=7 is not a list of texts"),
+        ({"layer_types": [{}, "full_attention"]}, "model.layer_types=.* is not a list of texts"),
         ({"mlp_only_layers": 1e308}, r"model\.mlp\.0\.skip=1e\+308 is not a list of whole numbers"),
         ({"mlp_only_layers": ["1"]}, r"model\.mlp\.0\.skip=.* is not a list of whole numbers"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [{}]}}, "short_factor=.* is not a list of numbers"),
@@ -590,13 +590,14 @@ def test_qwen2_has_a_bias_on_q_k_and_v_only(write: Write):
 def test_the_window_of_qwen_counts_where_it_is_used(write: Write, name: str):
     fields = {"architectures": [name], "sliding_window": 64, "max_window_layers": 2}
     assert load([f"checkpoint={write(**fields, use_sliding_window=False)}"]).model.attention.window is None
-    attention = load([f"checkpoint={write(**fields, use_sliding_window=True)}"]).model.attention
-    assert (attention.window, attention.window_from, attention.layer_types) == (64, 2, None)
+    model = load([f"checkpoint={write(**fields, use_sliding_window=True)}"]).model
+    assert (model.attention.window, model.attention.window_from, model.layer_types) == (64, 2, None)
     types = ["full_attention", "sliding_attention", "full_attention"]
-    attention = load([f"checkpoint={write(**fields, use_sliding_window=True, layer_types=types)}"]).model.attention
-    assert attention.layer_types == types
+    assert (
+        load([f"checkpoint={write(**fields, use_sliding_window=True, layer_types=types)}"]).model.layer_types == types
+    )
     fields |= {"use_sliding_window": True, "layer_types": types}
-    assert load([f"checkpoint={write(**fields)}", "model.layers=2"]).model.attention.layer_types == types[:2]
+    assert load([f"checkpoint={write(**fields)}", "model.layers=2"]).model.layer_types == types[:2]
 
 
 def test_qwen3_norms_each_head(write: Write):
@@ -615,8 +616,11 @@ def test_mistrals_window_is_every_layers(write: Write, value: int | None, window
 def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
     fields = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 8}
     reference = transformers.Exaone4Config(num_hidden_layers=7, sliding_window=8, sliding_window_pattern=3)
-    attention = load([f"checkpoint={write(**fields, sliding_window_pattern=3)}"]).model.attention
-    windows = ["full_attention" if window_of(attention, layer) is None else "sliding_attention" for layer in range(7)]
+    model = load([f"checkpoint={write(**fields, sliding_window_pattern=3)}"]).model
+    windows = [
+        "full_attention" if window_of(model, model.attention, layer) is None else "sliding_attention"
+        for layer in range(7)
+    ]
     assert windows == reference.layer_types
     types = ["sliding_attention"] * 7  # which count if a pattern in another form is next to them
     assert load([f"checkpoint={write(**fields, layer_types=types, sliding_window_pattern='LLLG')}"]).model.layers == 7

@@ -193,7 +193,7 @@ def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[d
 
     Of a mixture, also with whole experts on each, and with data groups, if the weights fit.
     """
-    is_mixture, fitted = any(mlp.kind == "moe" for mlp in config.model.mlp), False
+    is_mixture, fitted = any(mlp.kind == "moe" for mlp in config.model.mlps), False
     for num in NUM_GPUS:
         if fitted and num > ON_A_HOST:
             return
@@ -212,9 +212,9 @@ def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[d
 def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, Any]:
     mesh = mesh_of(config)
     try:
-        if not divides_heads(mesh.tensor, config.model.attention):
+        if not all(divides_heads(mesh.tensor, each) for each in config.model.attentions):
             raise UnsupportedError(f"its heads cannot be divided among {mesh.tensor}")
-        if mesh.experts > min((mlp.experts or 1 for mlp in config.model.mlp if mlp.kind == "moe"), default=1):
+        if mesh.experts > min((mlp.experts or 1 for mlp in config.model.mlps if mlp.kind == "moe"), default=1):
             raise UnsupportedError("a layer has fewer experts")
         graph = compile_graph(replace(config, level=min(level_of(config), 1)), target=target)
     except UnsupportedError as error:

@@ -1,0 +1,74 @@
+"""What model files compute of values in config.json: lists of layer types, and sizes.
+
+    ${every:4,full_attention,linear_attention}      # three layers of the second type, then one of the first
+    ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
+    ${round_up:${scaled:${hf:intermediate_size},2,3},256}
+
+null, as a key that config.json has not, gives null. A value of another type is a ConfigError that names the field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import ListConfig
+
+from atom.config.schema import MAX_LAYERS
+from atom.config.spelling import spelled
+from atom.errors import ConfigError
+
+
+def every(number: Any, last: str, others: str, *, _node_: Any) -> list[str] | None:
+    """A pattern of this many layers, whose last one is of another type."""
+    if number is None:
+        return None
+    if not is_count(number):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(number)} is not a number of layers from 1 to {MAX_LAYERS}")
+    return [*[others] * (number - 1), last]
+
+
+def where(layers: Any, number: Any, named: str, others: str, *, _node_: Any) -> list[str] | None:
+    """The types of so many layers, of which the listed ones have a type of their own."""
+    if layers is None or number is None:
+        return None
+    listed = list(layers) if isinstance(layers, list | ListConfig) else None
+    if listed is None or not is_count(number):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(layers)} is not a list of layers, of {spelled(number)}")
+    for layer in listed:
+        if layer not in range(number):
+            raise ConfigError(f"{key_of(_node_)}: there is no layer {spelled(layer)}, the model has {number}")
+    return [named if layer in listed else others for layer in range(number)]
+
+
+def scaled(number: Any, by: Any, divisor: Any = 1, *, _node_: Any) -> int | None:
+    """number * by / divisor, without its fraction."""
+    if number is None or by is None:
+        return None
+    check_numbers(number, by, divisor, node=_node_)
+    return int(number * by / divisor)
+
+
+def round_up(number: Any, multiple: Any, *, _node_: Any) -> int | None:
+    """The first multiple from this number on."""
+    if number is None or multiple is None:
+        return None
+    check_numbers(number, multiple, node=_node_)
+    return int(-(-number // multiple) * multiple)
+
+
+def check_numbers(*numbers: Any, node: Any) -> None:
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1 << 53:
+            raise ConfigError(f"{key_of(node)}: {spelled(number)} is not a number above 0")
+
+
+def is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 < number <= MAX_LAYERS
+
+
+def key_of(node: Any) -> str:
+    """The key of the field whose value is computed."""
+    return str(node._get_full_key(""))
+
+
+RESOLVERS = (every, where, scaled, round_up)

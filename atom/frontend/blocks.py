@@ -1,0 +1,33 @@
+"""The blocks of a layer, by name: h [T, H] -> [T, H].
+
+    a = write_block(writer, h, "attention", rotary, layer)
+
+`model.branches` says which blocks a layer has. Functions by `kind` write them: attention.py, mlp.py and recurrent.py.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from atom.config import AttentionConfig, BlockSettings, MLPConfig, ModelConfig
+from atom.frontend.attention import ATTENTIONS, Rotary
+from atom.frontend.mlp import MLPS, mlp_of
+from atom.frontend.recurrent import RECURRENT
+from atom.frontend.writer import Writer
+
+
+def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int) -> Node:
+    """Write a block of a layer, without its norms."""
+    block = block_of(writer.model, name, layer)
+    if isinstance(block, AttentionConfig):
+        return ATTENTIONS[block.kind](writer, h, block, rotary, layer)
+    if isinstance(block, MLPConfig):
+        return MLPS[block.kind](writer, h, block, layer)
+    return RECURRENT[type(block)](writer, h, block, layer)
+
+
+def block_of(model: ModelConfig, name: str, layer: int) -> BlockSettings:
+    """The fields of the block of this name in a layer."""
+    if name == "mlp":
+        return mlp_of(model, layer)
+    return model.attention if name == "attention" else model.blocks[name].settings

@@ -1,0 +1,92 @@
+"""Which blocks a layer has, by its type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.config.load import load
+from atom.errors import AtomError
+
+HF = {"architectures": ["OwnForCausalLM"], "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
+      "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256}  # fmt: skip
+OWN = "defaults: [decoder, _self_]\narchitectures: [OwnForCausalLM]\n"
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load_own(tmp_path: Path) -> Load:
+    """Loads a model file of these further lines."""
+
+    def load_lines(lines: str, *overrides: str) -> Any:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "own.yaml").write_text(OWN + lines)
+        (tmp_path / "config.json").write_text(json.dumps(HF))
+        return load([f"checkpoint={tmp_path}", *overrides], config_dirs=[str(tmp_path)]).model
+
+    return load_lines
+
+
+BLOCKS = """
+layer_pattern: [conv, full_attention, mlp]
+branches: {conv: [conv, narrow], mlp: [wide]}
+blocks:
+  conv: {short_conv: {taps: 4}}
+  narrow: {mlp: {kind: plain, width: 20, activation: gelu_new}}
+  wide: {mlp: {kind: moe, experts: 6, top_k: 2, width: 24, shared: 1}}
+"""
+
+
+def test_a_pattern_repeats_over_the_layers_and_a_type_without_branches_has_attention_and_mlp(load_own: Load):
+    model = load_own(BLOCKS)
+    conv, full, mlp = ["conv", "narrow"], ["attention", "mlp"], ["wide"]
+    assert [model.branches_of(layer) for layer in range(model.layers)] == [conv, full, mlp, conv, full]
+    assert [model.keeps_state(layer) for layer in range(5)] == [True, True, False, True, True]
+
+
+def test_blocks_are_completed_as_attention_and_mlp_are(load_own: Load):
+    model = load_own(
+        f"{BLOCKS}  small: {{attention: {{heads: 3, head_dim: 10}}}}\n", "model.blocks.narrow.mlp.width=28"
+    )
+    narrow, wide, small = model.blocks["narrow"].mlp, model.blocks["wide"].mlp, model.blocks["small"].attention
+    assert (narrow.width, narrow.activation) == (28, "gelu_tanh")
+    assert (wide.shared_width, wide.router.score) == (24, "softmax")
+    assert (small.kv_heads, small.scale, small.rope.dims) == (3, 10**-0.5, 10)
+    assert (model.attentions, model.mlps) == ([model.attention, small], [*model.mlp, narrow, wide])
+
+
+def test_listed_types_come_before_a_pattern(load_own: Load):
+    model = load_own(BLOCKS, "model.layer_types=[mlp,mlp,conv,mlp,mlp]")
+    assert [len(model.branches_of(layer)) for layer in range(5)] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "message"),
+    [
+        ("branches: {conv: [convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
+        ("branches: {conv: []}", [], "model.branches.conv has 0 blocks; a layer has 1 or 2"),
+        ("branches: {conv: [conv, mlp, mlp]}", [], "model.branches.conv has 3 blocks; a layer has 1 or 2"),
+        ("branches: {conv: conv}", [], "model.branches.conv is a list; write model.branches.conv=[…]"),
+        ("branches: {conv: [conv, mlp]}", ["model.layer_pattern=[convs]"], "model.layer_pattern: layer type convs is not supported (supported: full_attention, sliding_attention, conv)"),
+        ("  mlp: {mlp: {width: 8}}", [], "model.blocks.mlp: the block mlp is model.mlp; choose another name"),
+        ("  own: {}", [], "model.blocks.own has no kind; it takes one of attention, mlp, short_conv"),
+        ("", ["model.blocks.conv.mlp={width: 8}"], "model.blocks.conv has mlp and short_conv; it takes one of attention, mlp, short_conv"),
+        ("", ["model.blocks.conv.short_conv.taps=1"], "model.blocks.conv.short_conv.taps=1 must be a whole number from 2 to 1024"),
+        ("", ["model.blocks.conv.short_conv.tapz=3"], "model.blocks.conv.short_conv.tapz: there is no such field (did you mean taps?); model.blocks.short_conv has: taps, bias"),
+        ("", ["model.blocks.conv.long_conv.taps=3"], "model.blocks.conv.long_conv: there is no such field; model.blocks has: attention, mlp, short_conv"),
+        ("  own: {mlp: {width: 8, first: 2}}", [], "model.blocks.own.mlp.first=2: layers have the block if model.branches says so; leave it out"),
+        ("  own: {mlp: {width: 8, kind: dense}}", [], "model.blocks.own.mlp.kind=dense: there is no such choice; choices: gated, plain, moe"),
+        ("", ["model.blocks.own={mlp: {width: 8}}"], "model.blocks.own: there is no such block; a model file adds one"),
+        ("", ["model.attention.full_every=2"], "model.attention.full_every is now model.layer_pattern; set that"),
+        ("", ["model.attention.layer_types=[full_attention]"], "model.attention.layer_types is now model.layer_types; set that"),
+    ],
+)  # fmt: skip
+def test_layers_of_blocks_that_cannot_be_are_one_line(load_own: Load, lines: str, overrides: list[str], message: str):
+    with pytest.raises(AtomError) as error:
+        load_own(f"blocks:\n  conv: {{short_conv: {{taps: 4}}}}\n{lines}\n", *overrides)
+    assert str(error.value).endswith(message)

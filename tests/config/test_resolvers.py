@@ -1,0 +1,60 @@
+"""What model files compute of config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from atom.config.hydra import register
+from atom.config.schema import Config
+from atom.errors import ConfigError
+
+
+def value_of(text: str, **values: Any) -> Any:
+    """What a text gives for the field `of.size`, next to these values."""
+    register(Config)
+    whole: Any = OmegaConf.to_container(OmegaConf.create({**values, "of": {"size": text}}), resolve=True)
+    return whole["of"]["size"]
+
+
+def test_every_is_a_pattern_whose_last_layer_differs():
+    assert value_of("${every:3,full,window}") == ["window", "window", "full"]
+    assert value_of("${every:1,full,window}") == ["full"]
+    assert value_of("${every:${given},full,window}", given=None) is None
+
+
+def test_where_is_the_type_of_each_layer():
+    assert value_of("${where:${listed},4,full,conv}", listed=[1, 3]) == ["conv", "full", "conv", "full"]
+    assert value_of("${where:${listed},2,full,conv}", listed=[]) == ["conv", "conv"]
+    assert value_of("${where:null,4,full,conv}") is None
+
+
+def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
+    assert value_of("${scaled:6656,2,3}") == 4437
+    assert value_of("${scaled:100,1.29}") == 129
+    assert value_of("${round_up:4437,256}") == 4608
+    assert value_of("${round_up:512,256}") == 512
+    assert value_of("${round_up:${scaled:null,2,3},256}") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("${every:0,a,b}", "of.size: 0 is not a number of layers from 1 to 512"),
+        ("${every:LLLG,a,b}", "of.size: lllg is not a number of layers from 1 to 512"),
+        ("${where:[2],2,a,b}", "of.size: there is no layer 2, the model has 2"),
+        ("${where:[x],2,a,b}", "of.size: there is no layer x, the model has 2"),
+        ("${where:7,2,a,b}", "of.size: 7 is not a list of layers, of 2"),
+        ("${scaled:wide,2}", "of.size: wide is not a number above 0"),
+        ("${round_up:6,0}", "of.size: 0 is not a number above 0"),
+    ],
+)
+def test_another_value_is_named_with_its_field(text: str, message: str):
+    with pytest.raises(Exception) as error:
+        value_of(text)
+    cause: BaseException | None = error.value
+    while cause is not None and not isinstance(cause, ConfigError):
+        cause = cause.__cause__ or cause.__context__
+    assert str(cause) == message

@@ -83,7 +83,7 @@ def test_the_text_of_ranks_is_the_golden_one(name: str, folder: Path, request: p
 )
 def test_the_text_is_the_golden_one(name: str, stage: str, folder: Path, request: pytest.FixtureRequest):
     overrides = [f"model={name}", "model.layers=2"]
-    if (variant := CONFIG_OF.get(name, name)) in tiny.VARIANTS:
+    if (variant := CONFIG_OF.get(name, name)) in tiny.VARIANTS | tiny.RECURRENT:
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(tiny.config(variant).to_dict()))
         overrides += [f"checkpoint={folder / name}", "dtype=bf16"]

@@ -197,6 +197,18 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", {**MLA, "q_lora_rank": 20}),
 }  # fmt: skip
 
+CONV = ["conv", "full_attention", "conv"]
+
+# Families whose layers have recurrent state; a name that ends in stacked is saved as transformers has the tensors.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2Config", {"layer_types": CONV, "block_multiple_of": 24}),
+    "lfm2_biases": ("Lfm2Config", {"layer_types": CONV[1:] * 2, "num_hidden_layers": 4, "conv_bias": True, "conv_L_cache": 4,
+                                   "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "num_key_value_heads": 1}),
+    "lfm2_moe": ("Lfm2MoeConfig", {**EXPERTS, "layer_types": CONV, "num_experts": 6, "num_dense_layers": 1}),
+    "lfm2_moe_stacked": ("Lfm2MoeConfig", {**EXPERTS, "layer_types": CONV, "num_experts": 5, "num_dense_layers": 0, "use_expert_bias": False,
+                                           "norm_topk_prob": False, "routed_scaling_factor": 1.7, "conv_L_cache": 2}),
+}  # fmt: skip
+
 CONF = Path(__file__).parents[1] / "conf" / "model"
 MODEL_FILES = [name for name in VARIANTS if (CONF / f"{name}.yaml").exists()]  # a variant of each family
 
@@ -207,7 +219,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # what config.json says where transfor
 
 
 def config(name: str) -> transformers.PreTrainedConfig:
-    class_name, changes = VARIANTS[name]
+    class_name, changes = (VARIANTS | RECURRENT)[name]
     return getattr(transformers, class_name)(**{**SIZES, **changes})
 
 
@@ -238,7 +250,7 @@ def save(name: str, folder: Path) -> Path:
 
 def save_changed(name: str, target: Path, **changes: Any) -> Any:
     """Write the checkpoint of a variant with other values in its config; its model."""
-    class_name, differing = (VARIANTS | COMBINED)[name]
+    class_name, differing = (VARIANTS | COMBINED | RECURRENT)[name]
     torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
     model = randomized(getattr(transformers, class_name)(**{**SIZES, **differing, **changes}))
     model.save_pretrained(target, save_original_format="stacked" not in name)
@@ -248,7 +260,9 @@ def save_changed(name: str, target: Path, **changes: Any) -> Any:
 def randomized(config: transformers.PreTrainedConfig) -> Any:
     """A model of random weights, larger than they start: norms and biases must matter."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    corrections = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    corrections = [
+        buffer for key, buffer in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))
+    ]
     for tensor in (*model.parameters(), *corrections):
         tensor.data += torch.randn_like(tensor) * 0.2
     return model

@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits
-from parting import naming_line
+from semantic import assert_same_as_transformers
 from transformers import AutoModelForCausalLM
 
-from atom import weights
-from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
-from atom.config import Config
-from atom.config.checkpoint import open_for
 from atom.config.load import load
-from atom.graph import interpret, ops, verify
 
 
 @pytest.mark.sampled(18)
@@ -43,15 +37,9 @@ def test_each_model_file_gives_the_logits_of_transformers(name: str, tmp_path: P
     assert_same_as_transformers(config, model.eval())
 
 
-@torch.inference_mode()
-def assert_same_as_transformers(config: Config, model: Any) -> None:
-    graph = semantic_graph(config)
-    verify(graph, ops.SEMANTIC)
-    checkpoint = open_for(config, SilentProgress())
-    weights.check(graph, checkpoint.tensors, config.model.ignore)
-    tensors = weights.load(graph.recipes(), checkpoint, SilentProgress())
-    tokens = torch.tensor(tiny.prompt(70))
-    hidden = interpret(graph, "body", {"tokens": tokens, "positions": torch.arange(70)}, tensors.__getitem__)
-    logits = interpret(graph, "head", {"hidden": hidden}, tensors.__getitem__)
-    with naming_line(load([*config.overrides, "level=0"]), model, tokens.tolist()):
-        assert_same_logits(logits, tiny.logits(model, tokens.tolist()))
+@pytest.mark.parametrize("name", tiny.RECURRENT)
+def test_layers_with_recurrent_state_give_the_logits_of_transformers(name: str, tmp_path: Path):
+    model = tiny.save_changed(name, tmp_path / name)
+    config = load([f"checkpoint={tmp_path / name}", "dtype=fp32"])
+    assert name.startswith(config.model.name) and any(state.rule.in_slot for state in semantic_graph(config).states())
+    assert_same_as_transformers(config, model.eval())

@@ -77,7 +77,7 @@ quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight bias offset before after
-model.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
+model.attention: kind heads kv_heads head_dim bias o_bias clip gate qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
@@ -88,7 +88,7 @@ model.attention.window_rope: short_factor long_factor
 model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
-model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
+model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate qk_norm scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
@@ -100,6 +100,7 @@ model.blocks.NAME.mlp: kind width activation limit alpha bias experts top_k shar
 model.blocks.NAME.mlp: every first skip
 model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize scale
 model.blocks.NAME.short_conv: taps bias
+model.blocks.NAME.gated_delta: key_heads value_heads key_dim value_dim taps by_head beta_scale
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
@@ -124,7 +125,7 @@ MODEL_FILES = """
 apertus arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoeshared helium hunyuan_dense hunyuan_moe
 hyperclovax internlm3 jais2 kimi_k2 lfm2 lfm2_moe llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
-qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
+qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 
 TOOL_FORMATS = """

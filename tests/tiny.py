@@ -198,6 +198,14 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 CONV = ["conv", "full_attention", "conv"]
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
+}
+DELTAS = ["linear_attention", "full_attention", "linear_attention"]
 
 # Families whose layers have recurrent state; a name that ends in stacked is saved as transformers has the tensors.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -207,6 +215,12 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("Lfm2MoeConfig", {**EXPERTS, "layer_types": CONV, "num_experts": 6, "num_dense_layers": 1}),
     "lfm2_moe_stacked": ("Lfm2MoeConfig", {**EXPERTS, "layer_types": CONV, "num_experts": 5, "num_dense_layers": 0, "use_expert_bias": False,
                                            "norm_topk_prob": False, "routed_scaling_factor": 1.7, "conv_L_cache": 2}),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
+    "qwen3_next_stacked": ("Qwen3NextConfig", {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 28, "norm_topk_prob": False,
+                                               "layer_types": DELTAS, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
+                                               "mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": DELTAS}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
 }  # fmt: skip
 
 CONF = Path(__file__).parents[1] / "conf" / "model"

@@ -34,7 +34,9 @@ WHICH_LAYERS: dict[str, Any] = {
 }  # fields of attention and mlp only
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
-TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]")
+TENSOR_ROLES = re.compile(
+    r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]|delta_(decay|step)"
+)
 
 
 def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> ModelConfig:
@@ -100,6 +102,11 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
     if block.attention is not None:
         attention = derive_attention(config, block.attention, f"{at}.attention", max_model_len)
         return replace(block, attention=attention)
+    if block.gated_delta is not None and block.gated_delta.value_heads % block.gated_delta.key_heads:
+        heads = (
+            f"value_heads={block.gated_delta.value_heads} is not a multiple of key_heads={block.gated_delta.key_heads}"
+        )
+        raise ConfigError(f"{at}.gated_delta.{heads}")
     return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp"))
 
 
@@ -109,6 +116,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     kv_heads = attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
+    if attention.gate != "none" and attention.qk_norm == "whole":
+        raise UnsupportedError(f"{at}.qk_norm=whole is not supported for gate {attention.gate}")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
     by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
@@ -190,7 +199,7 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None)):
+    for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None), ("gate", "none")):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"

@@ -98,6 +98,7 @@ class AttentionConfig:
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
+    gate: str = one_of("none", "query")  # gqa; query: stored after each head's queries, its sigmoid weights the output
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
@@ -158,12 +159,26 @@ class ShortConvConfig:
 
 
 @dataclass
+class GatedDeltaConfig:
+    """The gated delta rule (Yang et al. 2024)."""
+
+    key_heads: int = number(0, 1, INT32)  # each serves as many value heads as the others
+    value_heads: int = number(0, 1, INT32)  # of which each has a state
+    key_dim: int = number(0, 1, INT32)  # dims of a head's keys
+    value_dim: int = number(0, 1, INT32)  # dims of a head's values
+    taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution of q, k and v reads, its own included
+    by_head: bool = False  # a stored tensor has the rows of the first key head, then of the next
+    beta_scale: float = number(1.0, 0, above=True)  # of how far the state moves towards a value
+
+
+@dataclass
 class BlockConfig:
     """A block of layers, of one of these kinds; the others are null."""
 
     attention: AttentionConfig | None = None
     mlp: MLPConfig | None = None
     short_conv: ShortConvConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -178,7 +193,7 @@ class BlockConfig:
         return found
 
 
-BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig
+BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig
 
 
 @dataclass
@@ -267,11 +282,11 @@ class ModelConfig:
         return layer if self.mtp_like is None or layer < self.layers else self.mtp_like
 
     def layer_type(self, layer: int) -> str | None:
-        """The type of a layer; None if it has none, as layers after those that are listed."""
+        """The type of a layer; None if it has none, as those after the body's."""
         layer, listed, pattern = self.layer_like(layer), self.layer_types, self.layer_pattern
-        if listed is not None:
-            return listed[layer] if layer < len(listed) else None
-        return pattern[layer % len(pattern)] if pattern else None
+        if layer >= self.layers:
+            return None
+        return listed[layer] if listed is not None else pattern[layer % len(pattern)] if pattern else None
 
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import ShortConvConfig
+from atom.config import GatedDeltaConfig, ShortConvConfig
 from atom.frontend.writer import Writer
-from atom.graph import LatestState, Recipe, Type, ops
+from atom.graph import LatestState, Recipe, Type, W, ops
+from atom.graph.recipe_ranges import cat
 
 
 def short_conv(writer: Writer, h: Node, block: ShortConvConfig, layer: int) -> Node:
@@ -19,6 +20,54 @@ def short_conv(writer: Writer, h: Node, block: ShortConvConfig, layer: int) -> N
     b, c, x = writer.call(ops.split, bcx, sizes=[hidden] * 3, name=("b", "c", "x"))
     x = causal_conv(writer, writer.call(ops.mul, b, x, name="x"), "conv", block.taps, block.bias, layer)
     return writer.linear(writer.call(ops.mul, c, x, name="x"), "conv_out", hidden, block.bias, layer)
+
+
+def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) -> Node:
+    """out(norm(o) * silu(z)) of what a linear attention with the gated delta rule gives (Yang et al. 2024)."""
+    heads, key, value = block.value_heads, block.key_heads * block.key_dim, block.value_heads * block.value_dim
+    chunks = block.key_heads if block.by_head else 1
+    rows = {"delta_q": key, "delta_k": key, "delta_v": value, "delta_z": value, "delta_beta": heads, "delta_a": heads}
+    weights = dict(zip(rows, stored_parts(writer, h, rows, layer, chunks), strict=True))
+    qkv_weight = writer.packed(
+        cat(tuple(weights[role] for role in ("delta_q", "delta_k", "delta_v"))), "delta_q", layer
+    )
+    qkv = writer.multiply(h, qkv_weight, role="delta_q", layer=layer, name="qkv")
+    z = writer.multiply(h, writer.packed(weights["delta_z"], "delta_z", layer), role="delta_z", layer=layer, name="z")
+    beta, a = (
+        writer.multiply(h, weights[role], role=role, layer=layer, name=name)
+        for role, name in (("delta_beta", "beta"), ("delta_a", "a"))  # too few rows to be worth packing
+    )
+    qkv = causal_conv(writer, qkv, "delta_conv", block.taps, False, layer, "silu")
+    q, k, v = writer.call(ops.split, qkv, sizes=[key, key, value], name=("q", "k", "v"))
+    q, k, v, z = (
+        writer.call(ops.split_heads, x, heads=n, name=name)
+        for x, n, name in ((q, block.key_heads, "q"), (k, block.key_heads, "k"), (v, heads, "v"), (z, heads, "z"))
+    )
+    beta = writer.call(ops.activate, beta, kind="sigmoid", name="beta")
+    beta = writer.scale(beta, None if block.beta_scale == 1 else block.beta_scale)
+    decay = writer.call(
+        ops.ssm_decay, a, *head_weights(writer, ("delta_decay", "delta_step"), heads, layer), name="decay"
+    )
+    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.key_dim, block.value_dim)))
+    o = writer.call(ops.gated_delta, q, k, v, decay, beta, state, scale=block.key_dim**-0.5, normalize=True, name="o")
+    o = writer.call(
+        ops.rms_norm, o, writer.weight("delta_norm", (block.value_dim,), layer), eps=writer.model.norm.eps, name="o"
+    )
+    o = writer.call(ops.mul, o, writer.call(ops.activate, z, kind="silu", name="z"), name="o")
+    return writer.linear(writer.call(ops.merge_heads, o, name="o"), "delta_out", writer.model.hidden, False, layer)
+
+
+def stored_parts(writer: Writer, h: Node, rows: dict[str, int], layer: int, num_chunks: int = 1) -> list[Recipe]:
+    """The weights of roles that read h, as they are stored; see `Writer.parts`."""
+    inner = int(h.meta["type"].shape[-1])
+    return writer.parts(
+        rows, lambda role, n: writer.stored(writer.weight_name(role, layer), (n, inner)), layer, num_chunks=num_chunks
+    )
+
+
+def head_weights(writer: Writer, roles: tuple[str, ...], heads: int, layer: int) -> list[Recipe]:
+    """Tensors with a number for each head, in float32 whatever they are stored in."""
+    return [W(writer.name(role, layer), Type("fp32", (heads,))) for role in roles]
 
 
 def causal_conv(
@@ -37,4 +86,7 @@ def causal_conv(
     return made
 
 
-RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {ShortConvConfig: short_conv}
+RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {
+    ShortConvConfig: short_conv,
+    GatedDeltaConfig: gated_delta,
+}

@@ -118,7 +118,21 @@ class Writer:
         interleaved: whether the rows of the roles alternate one by one within a fused tensor.
         num_chunks: number of contiguous chunks each role is split into within a fused tensor.
         """
-        if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
+        roles_of: dict[str, dict[str, int]] = {}
+        for role, n in rows.items():
+            roles_of.setdefault(self.name(role + suffix, layer), {})[role] = n
+        made = {
+            role: part
+            for roles in roles_of.values()
+            for role, part in zip(roles, self._parts_of_one(roles, stored, dim, interleaved, num_chunks), strict=True)
+        }
+        return [made[role] for role in rows]
+
+    def _parts_of_one(
+        self, rows: dict[str, int], stored: Callable[[str, int], Recipe], dim: int, interleaved: bool, num_chunks: int
+    ) -> list[Recipe]:
+        """The weights of roles that one tensor has."""
+        if len(rows) == 1:
             return [stored(role, n) for role, n in rows.items()]
         total = sum(rows.values())
         whole = stored(next(iter(rows)), total)

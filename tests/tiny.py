@@ -197,6 +197,15 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", {**MLA, "q_lora_rank": 20}),
 }  # fmt: skip
 
+MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+MAMBA_H = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 7,
+    "ssm_state_size": 10,
+    "n_groups": 3,
+    "chunk_size": 16,
+    "head_dim": 20,
+}
 CONV = ["conv", "full_attention", "conv"]
 DELTA = {
     "head_dim": 16,
@@ -219,6 +228,14 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next_stacked": ("Qwen3NextConfig", {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 28, "norm_topk_prob": False,
                                                "layer_types": DELTAS, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
                                                "mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True}),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": DELTAS, "num_local_experts": 5, "intermediate_size": 24, "shared_intermediate_size": 36,
+                                                    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 5.0, "residual_multiplier": 0.4}),
+    "granitemoehybrid_stacked": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": DELTAS, "num_local_experts": 0, "shared_intermediate_size": 36,
+                                                            "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_n_groups": 1}),
+    "nemotron_h": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]}),
+    "nemotron_h_stacked": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_bias": True, "mlp_bias": True,
+                                               "use_conv_bias": False, "n_groups": 1, "num_key_value_heads": 1}),
     "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": DELTAS}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from atom.config.schema import (
     MAX_EXPERTS,
     AttentionConfig,
     BlockConfig,
+    BlockSettings,
     Config,
     MLPConfig,
     ModelConfig,
@@ -35,7 +36,7 @@ WHICH_LAYERS: dict[str, Any] = {
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]|delta_(decay|step)"
+    r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -102,11 +103,10 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
     if block.attention is not None:
         attention = derive_attention(config, block.attention, f"{at}.attention", max_model_len)
         return replace(block, attention=attention)
-    if block.gated_delta is not None and block.gated_delta.value_heads % block.gated_delta.key_heads:
-        heads = (
-            f"value_heads={block.gated_delta.value_heads} is not a multiple of key_heads={block.gated_delta.key_heads}"
-        )
-        raise ConfigError(f"{at}.gated_delta.{heads}")
+    if block.gated_delta is not None:
+        check_multiple(block.gated_delta, "value_heads", "key_heads", f"{at}.gated_delta")
+    if block.mamba2 is not None:
+        check_multiple(block.mamba2, "heads", "groups", f"{at}.mamba2")
     return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp"))
 
 
@@ -143,6 +143,13 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         rope=rope,
         window_rope=window_rope,
     )
+
+
+def check_multiple(block: BlockSettings, name: str, divisor: str, at: str) -> None:
+    """Check that a field is a multiple of another one."""
+    value, by = getattr(block, name), getattr(block, divisor)
+    if value % by:
+        raise ConfigError(f"{at}.{name}={value} is not a multiple of {divisor}={by}")
 
 
 def check_branches(model: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
     ${every:4,full_attention,linear_attention}      # three layers of the second type, then one of the first
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
+    ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
 
 null, as a key that config.json has not, gives null. A value of another type is a ConfigError that names the field.
@@ -40,6 +41,22 @@ def where(layers: Any, number: Any, named: str, others: str, *, _node_: Any) -> 
     return [named if layer in listed else others for layer in range(number)]
 
 
+def spell(text: Any, *pairs: str, _node_: Any) -> list[str] | None:
+    """The types of the layers that a text names by a letter each: ${spell:M-M,M,mamba,-,mlp}."""
+    if text is None:
+        return None
+    types = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    for letter in str(text):
+        if letter not in types:
+            raise ConfigError(f"{key_of(_node_)}: {letter} in {text} is no type of layers; letters: {' '.join(types)}")
+    return [types[letter] for letter in str(text)]
+
+
+def count(listed: Any) -> int | None:
+    """The number of entries of a list, or of letters."""
+    return len(listed) if isinstance(listed, str | list | ListConfig) else None
+
+
 def scaled(number: Any, by: Any, divisor: Any = 1, *, _node_: Any) -> int | None:
     """number * by / divisor, without its fraction."""
     if number is None or by is None:
@@ -71,4 +88,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, where, scaled, round_up)
+RESOLVERS = (every, where, spell, count, scaled, round_up)

@@ -172,6 +172,20 @@ class GatedDeltaConfig:
 
 
 @dataclass
+class Mamba2Config:
+    """Mamba-2 (Dao & Gu 2024)."""
+
+    heads: int = number(0, 1, INT32)  # of which each has a state
+    head_dim: int = number(0, 1, INT32)  # channels of a head
+    state: int = number(0, 1, INT32)  # numbers that a channel's state has
+    groups: int = number(1, 1, INT32)  # of heads, which share what is written to states and read from them
+    taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution reads, its own included
+    step_min: float = number(0.0, 0)  # the least time step
+    conv_bias: bool = True  # on the convolution
+    bias: bool = False  # on both linears
+
+
+@dataclass
 class BlockConfig:
     """A block of layers, of one of these kinds; the others are null."""
 
@@ -179,6 +193,7 @@ class BlockConfig:
     mlp: MLPConfig | None = None
     short_conv: ShortConvConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+    mamba2: Mamba2Config | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -193,7 +208,7 @@ class BlockConfig:
         return found
 
 
-BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig
+BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import GatedDeltaConfig, ShortConvConfig
+from atom.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from atom.frontend.writer import Writer
 from atom.graph import LatestState, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import cat
@@ -57,6 +57,28 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     return writer.linear(writer.call(ops.merge_heads, o, name="o"), "delta_out", writer.model.hidden, False, layer)
 
 
+def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
+    """out(norm(y * silu(z))) of what a state space model gives (Dao & Gu 2024)."""
+    heads, groups = block.heads, block.groups
+    inner, shared = heads * block.head_dim, groups * block.state
+    zxd = writer.linear(h, "mamba_in", 2 * inner + 2 * shared + heads, block.bias, layer)
+    z, xbc, dt = writer.call(ops.split, zxd, sizes=[inner, inner + 2 * shared, heads], name=("z", "xbc", "dt"))
+    xbc = causal_conv(writer, xbc, "mamba_conv", block.taps, block.conv_bias, layer, "silu")
+    x, b, c = writer.call(ops.split, xbc, sizes=[inner, shared, shared], name=("x", "b", "c"))
+    x, b, c = (
+        writer.call(ops.split_heads, each, heads=n, name=name)
+        for each, n, name in ((x, heads, "x"), (b, groups, "b"), (c, groups, "c"))
+    )
+    step, decay, skip = head_weights(writer, ("mamba_step", "mamba_decay", "mamba_skip"), heads, layer)
+    dt = writer.call(ops.time_step, dt, step, low=block.step_min, name="dt")
+    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.state)))
+    y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
+    y = writer.call(ops.mul, y, writer.call(ops.activate, z, kind="silu", name="z"), name="y")
+    weight, eps = writer.weight("mamba_norm", (inner,), layer), writer.model.norm.eps
+    y = writer.call(ops.group_rms_norm, y, weight, eps=eps, groups=groups, name="y")
+    return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
+
+
 def stored_parts(writer: Writer, h: Node, rows: dict[str, int], layer: int, num_chunks: int = 1) -> list[Recipe]:
     """The weights of roles that read h, as they are stored; see `Writer.parts`."""
     inner = int(h.meta["type"].shape[-1])
@@ -89,4 +111,5 @@ def causal_conv(
 RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {
     ShortConvConfig: short_conv,
     GatedDeltaConfig: gated_delta,
+    Mamba2Config: mamba2,
 }

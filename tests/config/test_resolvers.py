@@ -31,6 +31,12 @@ def test_where_is_the_type_of_each_layer():
     assert value_of("${where:null,4,full,conv}") is None
 
 
+def test_spell_gives_each_letter_its_type_and_count_the_number_of_them():
+    assert value_of("${spell:M-*,M,mamba,-,mlp,'*',attention}") == ["mamba", "mlp", "attention"]
+    assert value_of("${spell:null,M,mamba}") is None
+    assert [value_of(f"${{count:{given}}}") for given in ("M-*M", "[a,b]", "null")] == [4, 2, None]
+
+
 def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
     assert value_of("${scaled:6656,2,3}") == 4437
     assert value_of("${scaled:100,1.29}") == 129
@@ -47,6 +53,7 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${where:[2],2,a,b}", "of.size: there is no layer 2, the model has 2"),
         ("${where:[x],2,a,b}", "of.size: there is no layer x, the model has 2"),
         ("${where:7,2,a,b}", "of.size: 7 is not a list of layers, of 2"),
+        ("${spell:MEM,M,mamba,-,mlp}", "of.size: E in MEM is no type of layers; letters: M -"),
         ("${scaled:wide,2}", "of.size: wide is not a number above 0"),
         ("${round_up:6,0}", "of.size: 0 is not a number above 0"),
     ],

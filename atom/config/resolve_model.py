@@ -184,8 +184,8 @@ def check_layer_types(config: Config) -> None:
     if model.layer_types is not None:
         check_count(model.layer_types, model.layers, "model.layer_types")
         stored = config.hf.get("num_hidden_layers")  # of which model.layers may keep a part
-        most = max(model.layers, stored if isinstance(stored, int) else 0) + model.mtp_layers
-        if len(model.layer_types) > most:
+        most = max(model.layers, stored) + model.mtp_layers if isinstance(stored, int) else None
+        if most is not None and len(model.layer_types) > most:
             raise ConfigError(f"model.layer_types names {len(model.layer_types)} layers, the model has {most}")
 
 

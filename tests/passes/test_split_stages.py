@@ -222,3 +222,14 @@ def test_stages_give_the_logits_of_transformers(
     made = logits_of_stages(checkpoints(name), tokens, mesh)
     assert_same_logits(made[0], tiny.logits(references(name), tokens))
     assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+def test_layers_without_state_go_with_the_layer_before_them(tmp_path: Path):
+    tiny.save_changed("nemotron_h", tmp_path)
+    config = load([f"checkpoint={tmp_path}", "device=cpu"])
+    types = ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]
+    assert config.model.layer_types == types
+    stages = [set(split_stages(semantic_graph(config), context(stage, 3)).stored()) for stage in range(3)]
+    of_layers = [{name.split(".")[2] for name in stage if ".layers." in name} for stage in stages]
+    assert of_layers == [{"0", "1"}, {"2", "3"}, {"4"}]
+    assert set().union(*stages) == set(semantic_graph(config).stored())

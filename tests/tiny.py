@@ -300,7 +300,7 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    written = json.loads((folder / "config.json").read_text())
+    written = json.loads((folder / "config.json").read_text(), object_hook=from_json)
     made = getattr(transformers, written["architectures"][0])
     config = made.config_class(**{key: value for key, value in (written | changes).items() if key != "model_type"})
     model = made.from_pretrained(
@@ -310,6 +310,11 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
         if hasattr(module, "limit"):
             module.limit = written["swiglu_limit"]  # transformers 5.17 takes 7.0 whatever config.json has
     return model.eval()
+
+
+def from_json(value: dict[str, Any]) -> Any:
+    """A number that transformers 5 writes as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:

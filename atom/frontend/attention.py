@@ -28,10 +28,12 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     """Grouped-query attention (Ainslie et al. 2023)."""
     model = writer.model
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
-    q_dim = 2 * dim if attention.gate == "query" else dim
-    rows = {"q": heads * q_dim, "k": kv_heads * dim, "v": kv_heads * dim}
-    by_head = heads if attention.qkv_by_head else 1
-    q, k, v = writer.linears(h, rows, attention.bias, layer, by_head)
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    is_gated = attention.gate == "query"
+    by_head = heads if attention.qkv_by_head or is_gated else 1
+    q, k, v, *gate = writer.linears(
+        h, rows | ({"q_gate": heads * dim} if is_gated else {}), attention.bias, layer, by_head
+    )
     if attention.clip is not None:
         clipped = zip((q, k, v), "qkv", strict=True)
         q, k, v = (writer.call(ops.clamp, x, limit=attention.clip, name=name) for x, name in clipped)
@@ -41,8 +43,6 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         writer.call(ops.split_heads, x, heads=n, name=name)
         for x, n, name in ((q, heads, "q"), (k, kv_heads, "k"), (v, kv_heads, "v"))
     )
-    if attention.gate == "query":
-        q, gate = writer.call(ops.split, q, sizes=[dim, dim], name=("q", "gate"))
     if attention.qk_norm == "per_head":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     if rotary is not None and rotary.queries is not None:
@@ -63,9 +63,10 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, name="a",
     )  # fmt: skip
-    if attention.gate == "query":
-        a = writer.call(ops.mul, a, writer.call(ops.activate, gate, kind="sigmoid", name="gate"), name="a")
-    return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+    a = writer.call(ops.merge_heads, a, name="a")
+    for each in gate:
+        a = writer.call(ops.mul, a, writer.call(ops.activate, each, kind="sigmoid", name="q_gate"), name="a")
+    return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
 
 
 def scale_of(writer: Writer, role: str, layer: int) -> Recipe:

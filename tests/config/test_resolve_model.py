@@ -83,7 +83,7 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("  own: {mlp: {width: 8, kind: dense}}", [], "model.blocks.own.mlp.kind=dense: there is no such choice; choices: gated, plain, moe"),
         ("  delta: {gated_delta: {key_heads: 4, value_heads: 6, key_dim: 8, value_dim: 8}}", [], "model.blocks.delta.gated_delta.value_heads=6 is not a multiple of key_heads=4"),
         ("  delta: {gated_delta: {key_heads: 4}}", [], "model.blocks.delta.gated_delta.value_heads=0 must be a whole number from 1 to 2147483647"),
-        ("", ["model.attention.gate=query", "model.attention.qk_norm=whole"], "model.attention.qk_norm=whole is not supported for gate query"),
+        ("", ["model.attention.gate=query", "model.attention.qkv_by_head=true"], "model.attention.qkv_by_head=true: a query gate is stored with q alone; leave it out"),
         ("", ["model.blocks.own={mlp: {width: 8}}"], "model.blocks.own: there is no such block; a model file adds one"),
         ("", ["model.attention.full_every=2"], "model.attention.full_every is now model.layer_pattern; set that"),
         ("", ["model.attention.layer_types=[full_attention]"], "model.attention.layer_types is now model.layer_types; set that"),

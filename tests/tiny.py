@@ -197,6 +197,11 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", {**MLA, "q_lora_rank": 20}),
 }  # fmt: skip
 
+KDA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 10,
+    "linear_num_heads": 3,
+}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 MAMBA_H = {
     "mamba_num_heads": 6,
@@ -236,6 +241,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]}),
     "nemotron_h_stacked": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_bias": True, "mlp_bias": True,
                                                "use_conv_bias": False, "n_groups": 1, "num_key_value_heads": 1}),
+    "kimi_linear": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "kimi_linear_stacked": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 8, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": 14,
+                                                 "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 3}),
     "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": DELTAS}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
 }  # fmt: skip

@@ -28,17 +28,17 @@ def every(number: Any, last: str, others: str, *, _node_: Any) -> list[str] | No
     return [*[others] * (number - 1), last]
 
 
-def where(layers: Any, number: Any, named: str, others: str, *, _node_: Any) -> list[str] | None:
-    """The types of so many layers, of which the listed ones have a type of their own."""
+def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, _node_: Any) -> list[str] | None:
+    """The types of so many layers, of which the listed ones have a type of their own; `first` is the first one's number."""
     if layers is None or number is None:
         return None
     listed = list(layers) if isinstance(layers, list | ListConfig) else None
     if listed is None or not is_count(number):
         raise ConfigError(f"{key_of(_node_)}: {spelled(layers)} is not a list of layers, of {spelled(number)}")
     for layer in listed:
-        if layer not in range(number):
+        if layer not in range(first, first + number):
             raise ConfigError(f"{key_of(_node_)}: there is no layer {spelled(layer)}, the model has {number}")
-    return [named if layer in listed else others for layer in range(number)]
+    return [named if layer in listed else others for layer in range(first, first + number)]
 
 
 def spell(text: Any, *pairs: str, _node_: Any) -> list[str] | None:

@@ -162,7 +162,7 @@ class ShortConvConfig:
 
 @dataclass
 class GatedDeltaConfig:
-    """The gated delta rule (Yang et al. 2024)."""
+    """The gated delta rule (Yang et al. 2024), and Kimi Delta Attention (Kimi Team 2025), which has ranks."""
 
     key_heads: int = number(0, 1, INT32)  # each serves as many value heads as the others
     value_heads: int = number(0, 1, INT32)  # of which each has a state
@@ -171,6 +171,11 @@ class GatedDeltaConfig:
     taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution of q, k and v reads, its own included
     by_head: bool = False  # a stored tensor has the rows of the first key head, then of the next
     beta_scale: float = number(1.0, 0, above=True)  # of how far the state moves towards a value
+    decay_rank: int | None = number(
+        None, 1, INT32
+    )  # of two linears, which give each key dim its decay; null: one a head
+    gate_rank: int | None = number(None, 1, INT32)  # of two linears of the output's gate; null: one linear
+    gate_act: str = one_of("silu", "sigmoid")  # of the output's gate
 
 
 @dataclass

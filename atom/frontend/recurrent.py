@@ -18,26 +18,30 @@ def short_conv(writer: Writer, h: Node, block: ShortConvConfig, layer: int) -> N
     hidden = writer.model.hidden
     bcx = writer.linear(h, "conv_in", 3 * hidden, block.bias, layer)
     b, c, x = writer.call(ops.split, bcx, sizes=[hidden] * 3, name=("b", "c", "x"))
-    x = causal_conv(writer, writer.call(ops.mul, b, x, name="x"), "conv", block.taps, block.bias, layer)
+    x = causal_conv(writer, writer.call(ops.mul, b, x, name="x"), {"conv": hidden}, block.taps, block.bias, layer)
     return writer.linear(writer.call(ops.mul, c, x, name="x"), "conv_out", hidden, block.bias, layer)
 
 
 def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) -> Node:
-    """out(norm(o) * silu(z)) of what a linear attention with the gated delta rule gives (Yang et al. 2024)."""
+    """out(norm(o) * act(z)) of what a linear attention with the gated delta rule gives (Yang et al. 2024)."""
     heads, key, value = block.value_heads, block.key_heads * block.key_dim, block.value_heads * block.value_dim
+    decays = heads if block.decay_rank is None else heads * block.key_dim
     chunks = block.key_heads if block.by_head else 1
-    rows = {"delta_q": key, "delta_k": key, "delta_v": value, "delta_z": value, "delta_beta": heads, "delta_a": heads}
-    weights = dict(zip(rows, stored_parts(writer, h, rows, layer, chunks), strict=True))
-    qkv_weight = writer.packed(
-        cat(tuple(weights[role] for role in ("delta_q", "delta_k", "delta_v"))), "delta_q", layer
-    )
-    qkv = writer.multiply(h, qkv_weight, role="delta_q", layer=layer, name="qkv")
-    z = writer.multiply(h, writer.packed(weights["delta_z"], "delta_z", layer), role="delta_z", layer=layer, name="z")
-    beta, a = (
-        writer.multiply(h, weights[role], role=role, layer=layer, name=name)
-        for role, name in (("delta_beta", "beta"), ("delta_a", "a"))  # too few rows to be worth packing
-    )
-    qkv = causal_conv(writer, qkv, "delta_conv", block.taps, False, layer, "silu")
+    read_by = {"delta_z": h, "delta_a": h}  # what some linears read in place of h
+    for role, rank in (("delta_z", block.gate_rank), ("delta_a", block.decay_rank)):
+        if rank is not None:
+            read_by[role] = writer.linear(h, f"{role}_in", rank, False, layer)
+    rows = {"delta_q": key, "delta_k": key, "delta_v": value, "delta_z": value, "delta_beta": heads, "delta_a": decays}
+    weights = stored_parts(writer, {role: (n, read_by.get(role, h)) for role, n in rows.items()}, layer, chunks)
+    qkv_weight = cat(tuple(weights[role] for role in QKV))
+    qkv = writer.multiply(h, writer.packed(qkv_weight, "delta_q", layer), role="delta_q", layer=layer, name="qkv")
+    z_weight = writer.packed(weights["delta_z"], "delta_z", layer)
+    z = writer.multiply(read_by["delta_z"], z_weight, role="delta_z", layer=layer, name="z")
+    # of few rows, which are not worth packing
+    beta = writer.multiply(h, weights["delta_beta"], role="delta_beta", layer=layer, name="beta")
+    a = writer.multiply(read_by["delta_a"], weights["delta_a"], role="delta_a", layer=layer, name="a")
+    conv_rows = {role.replace("delta", "delta_conv"): rows[role] for role in QKV}
+    qkv = causal_conv(writer, qkv, conv_rows, block.taps, False, layer, "silu")
     q, k, v = writer.call(ops.split, qkv, sizes=[key, key, value], name=("q", "k", "v"))
     q, k, v, z = (
         writer.call(ops.split_heads, x, heads=n, name=name)
@@ -45,15 +49,15 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     )
     beta = writer.call(ops.activate, beta, kind="sigmoid", name="beta")
     beta = writer.scale(beta, None if block.beta_scale == 1 else block.beta_scale)
-    decay = writer.call(
-        ops.ssm_decay, a, *head_weights(writer, ("delta_decay", "delta_step"), heads, layer), name="decay"
-    )
+    rates = (number_by_head(writer, "delta_decay", heads, layer), number_by_head(writer, "delta_step", decays, layer))
+    decay = writer.call(ops.ssm_decay, a, *rates, name="decay")
+    if block.decay_rank is not None:
+        decay = writer.call(ops.split_heads, decay, heads=heads, name="decay")
     state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.key_dim, block.value_dim)))
-    o = writer.call(ops.gated_delta, q, k, v, decay, beta, state, scale=block.key_dim**-0.5, normalize=True, name="o")
-    o = writer.call(
-        ops.rms_norm, o, writer.weight("delta_norm", (block.value_dim,), layer), eps=writer.model.norm.eps, name="o"
-    )
-    o = writer.call(ops.mul, o, writer.call(ops.activate, z, kind="silu", name="z"), name="o")
+    scale, eps = block.key_dim**-0.5, writer.model.norm.eps
+    o = writer.call(ops.gated_delta, q, k, v, decay, beta, state, scale=scale, normalize=True, name="o")
+    o = writer.call(ops.rms_norm, o, writer.weight("delta_norm", (block.value_dim,), layer), eps=eps, name="o")
+    o = writer.call(ops.mul, o, writer.call(ops.activate, z, kind=block.gate_act, name="z"), name="o")
     return writer.linear(writer.call(ops.merge_heads, o, name="o"), "delta_out", writer.model.hidden, False, layer)
 
 
@@ -63,13 +67,14 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     inner, shared = heads * block.head_dim, groups * block.state
     zxd = writer.linear(h, "mamba_in", 2 * inner + 2 * shared + heads, block.bias, layer)
     z, xbc, dt = writer.call(ops.split, zxd, sizes=[inner, inner + 2 * shared, heads], name=("z", "xbc", "dt"))
-    xbc = causal_conv(writer, xbc, "mamba_conv", block.taps, block.conv_bias, layer, "silu")
+    xbc = causal_conv(writer, xbc, {"mamba_conv": inner + 2 * shared}, block.taps, block.conv_bias, layer, "silu")
     x, b, c = writer.call(ops.split, xbc, sizes=[inner, shared, shared], name=("x", "b", "c"))
     x, b, c = (
         writer.call(ops.split_heads, each, heads=n, name=name)
         for each, n, name in ((x, heads, "x"), (b, groups, "b"), (c, groups, "c"))
     )
-    step, decay, skip = head_weights(writer, ("mamba_step", "mamba_decay", "mamba_skip"), heads, layer)
+    roles = ("mamba_step", "mamba_decay", "mamba_skip")
+    step, decay, skip = (number_by_head(writer, role, heads, layer) for role in roles)
     dt = writer.call(ops.time_step, dt, step, low=block.step_min, name="dt")
     state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.state)))
     y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
@@ -79,35 +84,44 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
 
 
-def stored_parts(writer: Writer, h: Node, rows: dict[str, int], layer: int, num_chunks: int = 1) -> list[Recipe]:
-    """The weights of roles that read h, as they are stored; see `Writer.parts`."""
-    inner = int(h.meta["type"].shape[-1])
-    return writer.parts(
-        rows, lambda role, n: writer.stored(writer.weight_name(role, layer), (n, inner)), layer, num_chunks=num_chunks
-    )
+def stored_parts(
+    writer: Writer, rows: dict[str, tuple[int, Node]], layer: int, num_chunks: int = 1
+) -> dict[str, Recipe]:
+    """The weights of linears by role, as they are stored; see `Writer.parts`.
+
+    rows: of each role, their number and what the linear reads
+    """
+
+    def stored(role: str, n: int) -> Recipe:
+        return writer.stored(writer.weight_name(role, layer), (n, int(rows[role][1].meta["type"].shape[-1])))
+
+    counts = {role: n for role, (n, _) in rows.items()}
+    return dict(zip(rows, writer.parts(counts, stored, layer, num_chunks=num_chunks), strict=True))
 
 
-def head_weights(writer: Writer, roles: tuple[str, ...], heads: int, layer: int) -> list[Recipe]:
-    """Tensors with a number for each head, in float32 whatever they are stored in."""
-    return [W(writer.name(role, layer), Type("fp32", (heads,))) for role in roles]
+def number_by_head(writer: Writer, role: str, count: int, layer: int) -> Recipe:
+    """A tensor with a number for each head, in float32 whatever it is stored in."""
+    return W(writer.name(role, layer), Type("fp32", (count,)))
 
 
 def causal_conv(
-    writer: Writer, x: Node, role: str, taps: int, has_bias: bool, layer: int, kind: str | None = None
+    writer: Writer, x: Node, rows: dict[str, int], taps: int, has_bias: bool, layer: int, kind: str | None = None
 ) -> Node:
-    """The convolution [T, C] -> [T, C] of a role, which is stored as [C, 1, taps], and then an activation.
+    """A convolution [T, C] -> [T, C], whose weights are stored as [C, 1, taps], and then an activation.
 
-    kind: of the activation; None: none
+    rows: of each role, the channels; kind: of the activation; None: none
     """
-    channels = int(x.meta["type"].shape[1])
+    channels = sum(rows.values())
     state = LatestState(writer.name("layer", layer), Type(writer.dtype, (taps - 1, channels)))
-    weights: list[Recipe] = [writer.weight(role, (channels, taps), layer)]
+    weight = writer.parts(rows, lambda role, n: writer.weight(role, (n, taps), layer), layer)
+    weights = [cat(tuple(weight))]
     if has_bias:
-        weights.append(writer.weight(role, (channels,), layer, "bias"))
-    made: Node = writer.call(ops.causal_conv, x, state, *weights, kind=kind, name=role)
+        weights.append(cat(tuple(writer.parts(rows, lambda role, n: writer.weight(role, (n,), layer, "bias"), layer))))
+    made: Node = writer.call(ops.causal_conv, x, state, *weights, kind=kind, name="conv")
     return made
 
 
+QKV = ("delta_q", "delta_k", "delta_v")
 RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {
     ShortConvConfig: short_conv,
     GatedDeltaConfig: gated_delta,

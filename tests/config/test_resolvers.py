@@ -28,6 +28,7 @@ def test_every_is_a_pattern_whose_last_layer_differs():
 def test_where_is_the_type_of_each_layer():
     assert value_of("${where:${listed},4,full,conv}", listed=[1, 3]) == ["conv", "full", "conv", "full"]
     assert value_of("${where:${listed},2,full,conv}", listed=[]) == ["conv", "conv"]
+    assert value_of("${where:[1,3],3,full,conv,1}") == ["full", "conv", "full"]
     assert value_of("${where:null,4,full,conv}") is None
 
 

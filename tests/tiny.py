@@ -211,6 +211,8 @@ MAMBA_H = {
     "chunk_size": 16,
     "head_dim": 20,
 }
+NEMOTRON_MOE = {"n_routed_experts": 6, "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36, "num_experts_per_tok": 2,
+                "routed_scaling_factor": 1.7}  # fmt: skip
 CONV = ["conv", "full_attention", "conv"]
 DELTA = {
     "head_dim": 16,
@@ -239,6 +241,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid_stacked": ("GraniteMoeHybridConfig", {**MAMBA, "layer_types": DELTAS, "num_local_experts": 0, "shared_intermediate_size": 36,
                                                             "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_n_groups": 1}),
     "nemotron_h": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]}),
+    "nemotron_h_experts": ("NemotronHConfig", {**MAMBA_H, **NEMOTRON_MOE, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]}),
+    "nemotron_h_latent_stacked": ("NemotronHConfig", {**MAMBA_H, **NEMOTRON_MOE, "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+                                                      "moe_latent_size": 20, "n_group": 2, "topk_group": 1, "norm_topk_prob": False}),
     "nemotron_h_stacked": ("NemotronHConfig", {**MAMBA_H, "layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_bias": True, "mlp_bias": True,
                                                "use_conv_bias": False, "n_groups": 1, "num_key_value_heads": 1}),
     "kimi_linear": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]}),

@@ -266,6 +266,8 @@ def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
     for name in ("experts", "top_k"):
         if getattr(mlp, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
+    if mlp.expert == "plain" and mlp.bias:
+        raise UnsupportedError(f"{at}.bias=true is not supported for plain experts")
     router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
     is_grouped = router.method != "greedy"  # which ignores groups
     if is_grouped and experts % router.groups:

@@ -142,6 +142,8 @@ class MLPConfig:
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
     top_k: int | None = number(None, 1, INT32)  # moe: experts of a token
     router: RouterConfig = field(default_factory=RouterConfig)  # moe
+    expert: str = one_of("gated", "plain")  # moe: the kind of its experts, and of the shared one
+    latent: int | None = number(None, 1, INT32)  # moe: dims in which experts compute, between two linears; null: hidden
     shared: int = number(0, 0, INT32)  # moe: experts that every token takes, stored as one; 0: none
     shared_width: int | None = number(None, 1, INT32)  # moe: of all of them; null: shared * width
     shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
@@ -322,14 +324,19 @@ class ModelConfig:
     @property
     def attentions(self) -> list[AttentionConfig]:
         """The attention of all layers, which may be of several sizes."""
-        others = [block.attention for block in self.blocks.values()]
+        others = [block.attention for block in self._blocks_of_layers()]
         return [self.attention, *(each for each in others if each is not None)]
 
     @property
     def mlps(self) -> list[MLPConfig]:
         """The mlps of all layers."""
-        others = [block.mlp for block in self.blocks.values()]
+        others = [block.mlp for block in self._blocks_of_layers()]
         return [*self.mlp, *(each for each in others if each is not None)]
+
+    def _blocks_of_layers(self) -> list[BlockConfig]:
+        """The further blocks that some layer has."""
+        names = {name for layer in range(self.layers) for name in self.branches_of(layer)}
+        return [block for name, block in self.blocks.items() if name in names]
 
 
 @dataclass

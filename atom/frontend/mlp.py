@@ -27,13 +27,17 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
 
 def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     """down(act(up))."""
-    up = writer.linear(h, "up", mlp.width, mlp.bias, layer)
+    return _plain(writer, h, mlp, mlp.width, layer)
+
+
+def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
+    up = writer.linear(h, f"{prefix}up", width, mlp.bias, layer)
     if mlp.activation == "xielu":
         alphas = [W(writer.name(role, layer), Type(writer.dtype, (1,))) for role in ("alpha_p", "alpha_n")]
         m = writer.call(ops.xielu, up, *alphas, name="m")
     else:
         m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
-    return writer.linear(m, "down", writer.model.hidden, mlp.bias, layer)
+    return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
 
 
 def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
@@ -49,13 +53,13 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
         groups=router.groups, top_groups=router.top_groups, renormalize=router.renormalize, scale=router.scale,
         name=("weights", "ids"),
     )  # fmt: skip
-    clamp = {"limit": mlp.limit, "alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
-    recipes = expert_weights(writer, mlp, layer)
-    act = writer.act_of_experts(*recipes[:2])
-    y: Node = writer.call(ops.experts, h, weights, ids, *recipes, kind=mlp.activation, **clamp, act=act, name="y")
+    x = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
+    y = _experts(writer, x, weights, ids, mlp, layer)
+    if mlp.latent is not None:
+        y = writer.linear(y, "latent_out", writer.model.hidden, False, layer)
     if mlp.shared_width is None:
         return y
-    shared = _gated(writer, h, mlp, mlp.shared_width, layer, "shared_")
+    shared = SHARED[mlp.expert](writer, h, mlp, mlp.shared_width, layer, "shared_")
     if mlp.shared_gate:
         share = writer.linear(h, "shared_share", 1, False, layer)
         share = writer.call(ops.activate, share, kind="sigmoid", name="share")
@@ -64,10 +68,29 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     return total
 
 
+SHARED = {"gated": _gated, "plain": _plain}
+
+
+def _experts(writer: Writer, x: Node, weights: Node, ids: Node, mlp: MLPConfig, layer: int) -> Node:
+    recipes = expert_weights(writer, mlp, layer)
+    if mlp.expert == "plain":
+        y: Node = writer.call(ops.plain_experts, x, weights, ids, *recipes, kind=mlp.activation, name="y")
+        return y
+    clamp = {"limit": mlp.limit, "alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
+    act = writer.act_of_experts(*recipes[:2])
+    y = writer.call(ops.experts, x, weights, ids, *recipes, kind=mlp.activation, **clamp, act=act, name="y")
+    return y
+
+
 def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
-    """gate_up [E, 2 W, H] and down [E, H, W], followed by the biases [E, 2 W] and [E, H] if there are any."""
-    experts, hidden = required(mlp.experts), writer.model.hidden
+    """gate_up [E, 2 W, H] and down [E, H, W], followed by the biases [E, 2 W] and [E, H] if there are any.
+
+    Plain experts have up [E, W, H] in place of gate_up.
+    """
+    experts, hidden = required(mlp.experts), mlp.latent or writer.model.hidden
     gate_up, down = {"experts_gate": mlp.width, "experts_up": mlp.width}, {"experts_down": hidden}
+    if mlp.expert == "plain":
+        del gate_up["experts_gate"]
 
     def joined(rows: dict[str, int], columns: int | None, suffix: str = "") -> Recipe:
         """Join the roles' rows of all experts, stored one by one if a name has {expert}, else as one tensor."""
@@ -89,7 +112,7 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
     fmt = writer.quant.experts
     recipes = [
         writer.packed(joined(rows, columns), role, layer, fmt)
-        for role, rows, columns in (("experts_gate", gate_up, hidden), ("experts_down", down, mlp.width))
+        for role, rows, columns in ((next(iter(gate_up)), gate_up, hidden), ("experts_down", down, mlp.width))
     ]
     return [*recipes, joined(gate_up, None, "_bias"), joined(down, None, "_bias")] if mlp.bias else recipes
 

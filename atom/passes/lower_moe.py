@@ -8,6 +8,8 @@
     down = grouped_linear(m, down, ends)
     y = combine(down, weights, order)
 
+`plain_experts` have up and activate in place of gate_up and gated_activate.
+
 Between group and combine there are rows by expert and no tokens: that part can run where the experts are.
 Declines if a kernel computes all of it. Activations stay in h's dtype if none takes them in the format `act`.
 """
@@ -31,6 +33,15 @@ def lower_moe(graph: Graph, context: PassContext) -> Graph:
         both = graph.insert(experts, ops.grouped_linear, grouped, gate_up, ends, gate_up_bias, name="gate_up")
         m = graph.insert(experts, ops.gated_activate, both, name="m", **experts.kwargs)
         rows = graph.insert(experts, ops.grouped_linear, m, down, ends, down_bias, name="down")
+        graph.replace({experts: graph.insert(experts, ops.combine, rows, weights, order, name="y")})
+    for experts in graph.find(ops.plain_experts):
+        h, weights, ids, up, down = experts.args
+        grouped, order, ends = graph.insert(
+            experts, ops.group, h, ids, experts=up.type.shape[0], name=("grouped", "order", "ends")
+        )
+        rows = graph.insert(experts, ops.grouped_linear, grouped, up, ends, name="up")
+        m = graph.insert(experts, ops.activate, rows, name="m", **experts.kwargs)
+        rows = graph.insert(experts, ops.grouped_linear, m, down, ends, name="down")
         graph.replace({experts: graph.insert(experts, ops.combine, rows, weights, order, name="y")})
     return graph
 

@@ -173,7 +173,7 @@ def test_every_op_documents_its_shapes():
     in_steps = {ops.attention, ops.norm_rope, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
     recurrent = {each for op in OWN if op.lowered is not None for each in (op, op.lowered)}
-    mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
+    mixtures = {ops.experts, ops.plain_experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
     assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures | recurrent | collectives == set(OWN)
     assert all("[" in (op.body.__doc__ or "") for op in OWN)
 
@@ -186,6 +186,7 @@ def test_which_arguments_are_weights():
         "mla_attention": ["kv_b"],
         "paged_mla_attention": ["kv_b"],
         "experts": ["gate_up", "down"],
+        "plain_experts": ["up", "down"],
     }
     assert {name: names for name, names in found.items() if names} == expected
     assert (ops.linear.weight, ops.add_norm_linear.weight) == (1, 3)

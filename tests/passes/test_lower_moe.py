@@ -33,6 +33,20 @@ CPU = context_of(Target("cpu"), "torch", "reference")
 GPU = context_of(Target("cuda", frozenset({"nvidia", "sm_90"})), "triton", "reference")
 
 
+PLAIN = BEFORE.replace("experts(", "plain_experts(").replace('W("gate_up", fp32[4, 12, 8])', 'W("up", fp32[4, 6, 8])')
+PLAIN = PLAIN.replace("silu", "relu2")
+
+
+def test_plain_experts_have_no_gate():
+    after = AFTER.replace(
+        'gate_up = grouped_linear(grouped, W("gate_up", fp32[4, 12, 8])',
+        'up = grouped_linear(grouped, W("up", fp32[4, 6, 8])',
+    )
+    after = after.replace('gated_activate(gate_up, kind="silu")', 'activate(up, kind="relu2")')
+    for context in (CPU, GPU):
+        assert text_of(lower_moe(parse(PLAIN), context)).strip() == after
+
+
 def test_experts_become_group_linears_combine():
     assert text_of(lower_moe(parse(BEFORE), CPU)).strip() == AFTER
 
@@ -101,6 +115,6 @@ def test_numbers_are_equal():
         "weights": torch.rand(9, 2),
         "ids": torch.stack([torch.randperm(4)[:2] for _ in range(9)]),
     }
-    for text in (BEFORE, CLAMPED):
+    for text in (BEFORE, CLAMPED, PLAIN):
         lowered = text_of(lower_moe(parse(text), CPU))
         torch.testing.assert_close(run(lowered, **inputs), run(text, **inputs))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from atom.graph.formats import check_act
 from atom.graph.ops.base import LOWERED, divide, multiply, op
-from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type
+from atom.graph.ops.dense import ACTIVATIONS, activate, add_rms_norm, gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
 from atom.graph.quantize_rows import round_rows
 from atom.graph.types import Type, need
@@ -195,6 +195,27 @@ def experts(
     grouped, order, ends = group(x, ids, first, experts=gate_up.shape[0])
     m = gated_activate(_multiply(grouped, gate_up, ends, gate_up_bias, act), kind=kind, limit=limit, alpha=alpha)
     return combine(_multiply(m, down, ends, down_bias, act), weights, order)  # type: ignore[no-any-return]
+
+
+def _plain_experts(x: Type, weights: Type, ids: Type, up: Type, down: Type, *, kind: str) -> Type:
+    _group(x, ids, experts=up.shape[0])  # type: ignore[arg-type]
+    need(kind in ACTIVATIONS, f"{kind} is no activation")
+    ends = Type("i64", up.shape[:1])
+    pairs = Type(x.dtype, (multiply(x.shape[0], int(ids.shape[1])), *x.shape[1:]))
+    return _combine(_grouped_linear(_grouped_linear(pairs, up, ends), down, ends), weights, ids)
+
+
+@op(_plain_experts, weight=(3, 4))
+def plain_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, *, kind: str
+) -> Tensor:
+    """`experts` without a gate: down(act(up)).
+
+    x [T, H], weights fp32[T, k], ids i64[T, k], up [E, W, H], down [E, H, W] -> [T, H]; kind as in activate.
+    """
+    grouped, order, ends = group(x, ids, experts=up.shape[0])
+    m = activate(grouped_linear(grouped, up, ends), kind=kind)
+    return combine(grouped_linear(m, down, ends), weights, order)  # type: ignore[no-any-return]
 
 
 def _multiply(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None, act: str | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from atom.graph import Type, ops
@@ -192,6 +193,14 @@ def test_experts_with_biases_and_clamps_are_those_of_gpt_oss(top_k: int):
         module.gate_up_proj_bias[:, gate_first], module.down_proj_bias, kind="swigluoai", limit=7.0, alpha=1.702,
     )  # fmt: skip
     torch.testing.assert_close(out, module(x, ids, weights), rtol=1e-5, atol=1e-4)  # sums of hundreds
+
+
+@pytest.mark.parametrize("top_k", [1, 2, E])
+def test_plain_experts_are_those_of_nemotron_h(top_k: int):
+    module = made(NemotronHExperts, n_routed_experts=E, moe_latent_size=None, mlp_hidden_act="relu2")
+    x, (weights, ids) = torch.randn(T, H), random_choice(top_k)
+    out = checked(ops.plain_experts, x, weights, ids, module.up_proj, module.down_proj, kind="relu2")
+    torch.testing.assert_close(out, module(x, ids, weights), rtol=1e-5, atol=1e-3)  # sums of thousands
 
 
 def test_experts_that_no_token_chose_change_nothing():

@@ -42,7 +42,8 @@ KINDS: dict[str, dict[str, list[str]]] = {  # of layers, that which predicts inc
     "exaone_moe": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
-    }
+    },
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
 }
 
 
@@ -71,14 +72,15 @@ class Double(drafts.LayerDouble):
     def __init__(self, folder: Path) -> None:
         self.stored = load_file(folder / "model.safetensors")
         self.names = NAMES[f"{OWN.proj}.weight" in self.stored]
-        kinds = KINDS.get(json.loads((folder / "config.json").read_text())["model_type"], {})
+        kinds = KINDS.get(json.loads((folder / "config.json").read_text())["model_type"].removesuffix("_text"), {})
         self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds)
         self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
         if kinds:  # its names are none of transformers'
             at = self.names.layer
             own = {key.removeprefix(at): tensor for key, tensor in self.stored.items() if key.startswith(at)}
             self.model.model.layers[NUM_LAYERS].load_state_dict(own)
-        self.window = self.model.config.sliding_window if kinds else None
+        self.window = getattr(self.model.config, "sliding_window", None) if kinds else None
+        self.offset = 1.0 if "linear_num_key_heads" in vars(self.model.config) else 0.0  # of weights of norms
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -113,4 +115,4 @@ class Double(drafts.LayerDouble):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
-        return x * scale * self.stored[f"{name}.weight"]
+        return x * scale * (self.stored[f"{name}.weight"] + self.offset)

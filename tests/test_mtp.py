@@ -51,6 +51,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"first_k_dense_replace": 4}),
     ("glm4_moe_plain", {"hidden_size": 36, "tie_word_embeddings": True}),
     ("exaone_moe", {}),
+    ("qwen3_5", {}),  # a layer with attention, after those with recurrent state
 ]
 
 

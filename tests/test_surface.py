@@ -76,7 +76,7 @@ passes: fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gate_qua
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
-model.norm: kind eps weight bias offset before after
+model.norm: kind eps weight bias offset before after after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
@@ -100,7 +100,7 @@ model.blocks.NAME.mlp: kind width activation limit alpha bias experts top_k expe
 model.blocks.NAME.mlp: every first skip
 model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize scale
 model.blocks.NAME.short_conv: taps bias
-model.blocks.NAME.gated_delta: key_heads value_heads key_dim value_dim taps by_head beta_scale decay_rank gate_rank gate_act
+model.blocks.NAME.gated_delta: key_heads value_heads key_dim value_dim taps by_head eps beta_scale decay_rank gate_rank gate_act
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min conv_bias bias
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
@@ -125,7 +125,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 apertus arcee auto bailing_moe_v2 bamba cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 kimi_k2 kimi_linear lfm2 lfm2_moe llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
+hyperclovax internlm3 jais2 kimi_k2 kimi_linear lfm2 lfm2_moe llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 qwen2 qwen2_moe
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 

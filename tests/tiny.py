@@ -249,6 +249,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "kimi_linear_stacked": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 8, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": 14,
                                                  "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 3}),
+    "olmo_hybrid": ("OlmoHybridConfig", {**DELTA, "layer_types": DELTAS, "linear_key_head_dim": 12, "linear_value_head_dim": 4}),
+    "olmo_hybrid_stacked": ("OlmoHybridConfig", {**DELTA, "layer_types": DELTAS[1:], "num_hidden_layers": 2, "linear_allow_neg_eigval": False, "linear_key_head_dim": 8,
+                                                 "linear_value_head_dim": 8, "linear_num_value_heads": 2,
+                                                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
     "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": DELTAS}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
 }  # fmt: skip

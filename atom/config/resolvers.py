@@ -29,7 +29,10 @@ def every(number: Any, last: str, others: str, *, _node_: Any) -> list[str] | No
 
 
 def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, _node_: Any) -> list[str] | None:
-    """The types of so many layers, of which the listed ones have a type of their own; `first` is the first one's number."""
+    """The types of so many layers, of which the listed ones have a type of their own.
+
+    first: the number of the first layer
+    """
     if layers is None or number is None:
         return None
     listed = list(layers) if isinstance(layers, list | ListConfig) else None

@@ -63,6 +63,9 @@ class NormConfig:
     offset: float = 0.0  # added to the stored weight
     before: bool = True  # of attention and mlp
     after: bool = False  # of attention and mlp, before the sum
+    after_only: list[str] = field(
+        default_factory=list
+    )  # layer types with norms after and none before, whatever these say
 
 
 @dataclass
@@ -172,6 +175,7 @@ class GatedDeltaConfig:
     value_dim: int = number(0, 1, INT32)  # dims of a head's values
     taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution of q, k and v reads, its own included
     by_head: bool = False  # a stored tensor has the rows of the first key head, then of the next
+    eps: float | None = number(None, 0)  # of the output's norm; null: that of norm
     beta_scale: float = number(1.0, 0, above=True)  # of how far the state moves towards a value
     decay_rank: int | None = number(
         None, 1, INT32

@@ -108,14 +108,16 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
     h: what the first block reads; None: x, normed.
     """
     model, norm = writer.model, writer.model.norm
+    is_after_only = model.layer_type(layer) in norm.after_only
+    has_before, has_after = norm.before and not is_after_only, norm.after or is_after_only
     blocks = list(zip(model.branches_of(layer), NORMS, strict=False))
 
     def normed(x: Node, role: str) -> Node:
-        return writer.norm(x, f"{role}_norm", layer) if norm.before else x
+        return writer.norm(x, f"{role}_norm", layer) if has_before else x
 
     def given(h: Node, name: str, role: str) -> Node:
         y = write_block(writer, h, name, rotary, layer)
-        return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if norm.after else y
+        return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)

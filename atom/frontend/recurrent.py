@@ -54,7 +54,7 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     if block.decay_rank is not None:
         decay = writer.call(ops.split_heads, decay, heads=heads, name="decay")
     state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.key_dim, block.value_dim)))
-    scale, eps = block.key_dim**-0.5, writer.model.norm.eps
+    scale, eps = block.key_dim**-0.5, writer.model.norm.eps if block.eps is None else block.eps
     o = writer.call(ops.gated_delta, q, k, v, decay, beta, state, scale=scale, normalize=True, name="o")
     o = writer.call(ops.rms_norm, o, writer.weight("delta_norm", (block.value_dim,), layer), eps=eps, name="o")
     o = writer.call(ops.mul, o, writer.call(ops.activate, z, kind=block.gate_act, name="z"), name="o")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def test_blocks_are_completed_as_attention_and_mlp_are(load_own: Load):
     assert (narrow.width, narrow.activation) == (28, "gelu_tanh")
     assert (wide.shared_width, wide.router.score) == (24, "softmax")
     assert (small.kv_heads, small.scale, small.rope.dims) == (3, 10**-0.5, 10)
-    assert (model.attentions, model.mlps) == ([model.attention, small], [*model.mlp, narrow, wide])
+    assert (model.attentions, model.mlps) == ([model.attention], [*model.mlp, narrow, wide]), "no layer has small"
+    assert replace(model, branches={"mlp": ["small"]}).attentions == [model.attention, small]
 
 
 def test_listed_types_come_before_a_pattern(load_own: Load):

@@ -42,7 +42,7 @@ def test_plain_experts_have_no_gate():
         'gate_up = grouped_linear(grouped, W("gate_up", fp32[4, 12, 8])',
         'up = grouped_linear(grouped, W("up", fp32[4, 6, 8])',
     )
-    after = after.replace('gated_activate(gate_up, kind="silu")', 'activate(up, kind="relu2")')
+    after = after.replace('gated_activate(gate_up, kind="silu")', 'activate(up, kind="relu2")').replace(", None)", ")")
     for context in (CPU, GPU):
         assert text_of(lower_moe(parse(PLAIN), context)).strip() == after
 

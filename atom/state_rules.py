@@ -19,7 +19,7 @@ class Rule(msgspec.Struct, frozen=True):
     """An entry for each token, of which a query reads those from `first_visible` up to its own."""
 
     keeps_all: ClassVar[bool]  # whether a sequence needs all its entries until it ends
-    in_slot: ClassVar[bool] = False  # whether its newest entry is in the sequence's slot, and blocks have copies of some
+    in_slot: ClassVar[bool] = False  # whether the newest entry is in the sequence's slot, and blocks copy some of them
 
     @property
     def name(self) -> str:

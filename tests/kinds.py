@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atom.runtime.types import StateKind
-from atom.state_rules import TokenRule, WindowRule
+from atom.state_rules import LatestRule, TokenRule, WindowRule
 
 
 def full_kind(token_bytes: int = 1, block_tokens: int = 4, name: str = "full") -> StateKind:
@@ -14,6 +14,10 @@ def full_kind(token_bytes: int = 1, block_tokens: int = 4, name: str = "full") -
 
 def window_kind(window: int, token_bytes: int = 1, block_tokens: int = 4, name: str = "window") -> StateKind:
     return StateKind(name, WindowRule(window), token_bytes * block_tokens, block_tokens)
+
+
+def recurrent_kind(state_bytes: int = 1, block_tokens: int = 4) -> StateKind:
+    return StateKind("state", LatestRule(), state_bytes, block_tokens)
 
 
 def in_blocks(kinds: Iterable[StateKind], block_tokens: int) -> list[StateKind]:

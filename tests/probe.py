@@ -39,7 +39,11 @@ def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
     while not sequence.finish_reason:
         plan = scheduler.schedule()
         step = builder.build(plan)
+        slots = runner.model.slots
+        before = {state: tensor.clone() for state, tensor in slots.items()}
         sampled = runner.execute(step).wait()
+        for state, tensor in before.items():
+            slots[state].copy_(tensor)
         hidden = start(runner, step).hidden  # once more: it writes the KV that is there already
         assert hidden is not None
         parts.append(score(runner.model.head, rows_of(hidden, slice(plan.num_tokens))).cpu())

@@ -51,6 +51,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     OPS.pop("clipped_silu", None)
 
 
+class Smoothed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.nn.functional.pad(x, (0, 0, 2, 0))
+        return torch.nn.functional.silu((before[:, :-2] + before[:, 1:-1] + x) / 3)
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """my_states.py of the page, in the current folder."""
+    (text,) = re.findall(r"```python\n# my_states.py\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (tmp_path / "my_states.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path / "my_states.py"
+    sys.modules.pop("my_states", None)
+    for name in ("smooth", "batched_smooth"):
+        OPS.pop(name, None)
+
+
 def ingredients(*overrides: str, folder: Path) -> dict[str, str]:
     return launch_ingredients(load([f"checkpoint={folder}", "device=cpu", *overrides]), find_target("cpu"))
 
@@ -70,6 +90,27 @@ def test_a_pass_of_a_user_runs_with_an_op_of_its_own(
         layer.mlp.act_fn = Clipped()
     assert_logits(engine, tokens, model)
     assert not torch.allclose(plain, tiny.logits(model, tokens), rtol=1e-2)
+    engine.close()
+
+
+@pytest.mark.parametrize("level", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_op_of_a_user_keeps_a_state_of_each_sequence(
+    states: Path, checkpoints: Callable[[str], Path], tmp_path: Path, level: int
+) -> None:
+    folder = checkpoints("llama")
+    engine = LLMEngine(
+        model=str(folder), level=level, dtype="fp32", kv_cache_memory=1 << 22, block_size=4, max_num_batched_tokens=9,
+        cache=str(tmp_path / "cache"), **{"passes.extra": ["my_states:smooth_gates@shard"]},
+    )  # fmt: skip
+    model, tokens = tiny.reference(folder), tiny.prompt(30)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Smoothed()
+    assert_logits(engine, tokens, model)
+    prompts = [tokens, [*tokens[:21], 5, 6, 7], tokens]
+    for prompt in prompts:
+        (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        tiny.assert_greedy(answer, prompt, model)
+    assert engine.metrics.scheduler.num_prefix_hit_tokens > 0
     engine.close()
 
 

@@ -8,7 +8,7 @@ from atom.assemble.calibration import formats_made
 from atom.assemble.checks import check_kv_scales, left_out, mtp_patterns
 from atom.assemble.compiling import compile_with, digest_of, left_plain, refuse_act
 from atom.assemble.engine import open_engine
-from atom.assemble.kv_blocks import kinds_of_all, plan_stages, state_kinds
+from atom.assemble.kv_blocks import fit_limits, kinds_of_all, plan_stages, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, set_kv_scales
 from atom.assemble.loading import load_weights, open_checked
 from atom.assemble.ranks import RankOpening, compare_ranks, describe_rank
@@ -21,6 +21,7 @@ __all__ = [
     "compile_with",
     "describe_rank",
     "digest_of",
+    "fit_limits",
     "formats_made",
     "gather_kv_scales",
     "kinds_of_all",

@@ -99,7 +99,7 @@ def open_engine(
         delay_factor = serve.scheduler_delay_factor
         schedulers = open_schedulers(caches, runner, drafter, delay_factor, overlap=config.stages_overlap)
         builders = [StepBuilder(runner.capacity) for _ in caches]
-        report_engine(kinds, num_blocks, host, config)
+        report_engine(kinds, num_blocks, runner.model.limits, host, config)
         driver = None if ranks is None else Driver(runner, ranks, mesh)
         traces: dict[str, Any] = {"folder": serve.torch_profiler_dir, "is_detailed": serve.profiler_more}
         sleeper = open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories)

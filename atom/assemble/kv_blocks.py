@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -11,7 +12,7 @@ from atom.config.limits import EngineLimits
 from atom.errors import CapacityError
 from atom.graph import Graph
 from atom.runtime.kv.host_blocks import plan_host_blocks
-from atom.runtime.kv.plan import plan_memory
+from atom.runtime.kv.plan import fit_slots, plan_memory
 from atom.runtime.types import StateKind
 
 
@@ -28,6 +29,22 @@ def state_kinds(graph: Graph, block_size: int) -> list[StateKind]:
 def kinds_of_all(kinds_of: Sequence[Sequence[StateKind]]) -> list[StateKind]:
     """The state kinds of all stages, each once."""
     return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
+
+
+def fit_limits(
+    kinds_of: Sequence[Sequence[StateKind]],
+    serve: ServeConfig,
+    limits: EngineLimits,
+    num_ranks: int = 1,
+    left: int | None = None,
+) -> EngineLimits:
+    """Lower the number of sequences to those whose recurrent state has room on each stage.
+
+    num_ranks, left: as of `plan_kv`
+    """
+    memory = serve.kv_cache_memory // num_ranks if left is None else left
+    fitting = min(fit_slots(kinds, limits.max_num_seqs, memory) for kinds in kinds_of)
+    return replace(limits, max_num_seqs=fitting)
 
 
 def plan_kv(
@@ -58,6 +75,7 @@ def plan_kv(
         limits,
         memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
         num_blocks=serve.num_kvcache_blocks,
+        state_memory=serve.state_memory,
         describe_room=describe_room,
     )
 
@@ -73,8 +91,7 @@ def plan_stages(
 def plan_host(kinds_of: Sequence[Sequence[StateKind]], serve: ServeConfig) -> dict[str, int]:
     """Plan the KV blocks in serve.swap_space: of each state kind as many as the stage with the fewest holds."""
     plans = [plan_host_blocks(kinds, serve.swap_space) for kinds in kinds_of]
-    fewest = min(num_blocks for plan in plans for num_blocks in plan.values())
-    return {kind.name: fewest for kind in kinds_of_all(kinds_of)}
+    return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
 
 
 def min_blocks(plans: Sequence[bytes]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atom.config import Config
+from atom.config.limits import EngineLimits
 from atom.process.messages import say
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.types import StateKind
@@ -13,10 +14,14 @@ from atom.sampling_params import unused_values
 
 
 def report_engine(
-    kinds: Sequence[StateKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
+    kinds: Sequence[StateKind],
+    num_blocks: Mapping[str, int],
+    limits: EngineLimits,
+    host: HostBlocks | None,
+    config: Config,
 ) -> None:
     """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
-    say(_describe_pool(kinds, num_blocks, config))
+    say(_describe_pool(kinds, num_blocks, limits, config.serve.block_size))
     if host is not None:
         say(_describe_host(host, config.serve.block_size))
     if "vision_config" in config.hf:
@@ -34,12 +39,21 @@ def report_unused(generation: Mapping[str, Any], config: Config) -> None:
         say(f"not used of the checkpoint's generation_config.json, though it changes answers in transformers: {text}")
 
 
-def _describe_pool(kinds: Sequence[StateKind], num_blocks: Mapping[str, int], config: Config) -> str:
-    serve, limits = config.serve, config.limits
+def _describe_pool(
+    kinds: Sequence[StateKind], num_blocks: Mapping[str, int], limits: EngineLimits, block_size: int
+) -> str:
     length, step = limits.max_model_len, limits.max_num_batched_tokens
-    num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
-    num_requests = min((num_blocks[kind.name] - 1) // kind.blocks(length, min(step, length)) for kind in kinds)
-    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len"
+    paged = [kind for kind in kinds if not kind.rule.in_slot]
+    parts = []
+    if paged:
+        num_tokens = (max(num_blocks[kind.name] for kind in paged) - 1) * block_size
+        num_requests = min((num_blocks[kind.name] - 1) // kind.blocks(length, min(step, length)) for kind in paged)
+        parts.append(f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len")
+    for kind in kinds:
+        if kind.rule.in_slot:
+            size, copies = kind.bytes_per_slot / 2**20, num_blocks[kind.name] - 1
+            parts.append(f"recurrent state: {limits.max_num_seqs} sequences of {size:.3g} MiB, {copies} copies")
+    return "; ".join(parts)
 
 
 def _describe_host(host: HostBlocks, block_size: int) -> str:

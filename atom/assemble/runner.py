@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 import msgspec
 
 from atom.assemble.compiling import digest_of
-from atom.assemble.kv_blocks import kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages, state_kinds
+from atom.assemble.kv_blocks import fit_limits, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages, state_kinds
 from atom.checkpoint import Progress
 from atom.compiler import Compiled
 from atom.config import Config
@@ -54,6 +54,7 @@ def open_runner(
     """
     is_cpu, clock = config.device == "cpu", clock or PhaseClock()
     kinds_of = kinds_of or [state_kinds(compiled.graph, config.serve.block_size)]
+    config = fit_config(config, kinds_of, exchange)
     with nullcontext() if is_cpu else memory.no_memory_at_start(config.serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
         runner = make_runner(compiled, bindings, config, kinds_of, exchange, kv_memory)
@@ -67,6 +68,14 @@ def open_runner(
         else:
             num_blocks = prepare_gpu(runner, compiled, config, progress, measure, exchange, clock)
     return runner, num_blocks
+
+
+def fit_config(config: Config, kinds_of: Sequence[Sequence[StateKind]], exchange: Exchange) -> Config:
+    """The configuration with as many sequences as have room for their recurrent state, on all ranks alike."""
+    serve, left = config.serve, None if config.device == "cpu" else memory.left_of_share(config.serve)
+    own = fit_limits(kinds_of, serve, config.limits, config.parallel.num_ranks, left).max_num_seqs
+    fitting = min(msgspec.msgpack.decode(each, type=int) for each in exchange(msgspec.msgpack.encode(own)))
+    return replace(config, serve=replace(serve, max_num_seqs=fitting))
 
 
 def make_runner(
@@ -86,7 +95,7 @@ def make_runner(
         StepLimits(*astuple(config.limits)),
         device=config.device,
         drafting=config.drafting,
-        kinds=[kind.name for kind in kinds_of_all(kinds_of)],
+        kinds=[kind.name for kind in kinds_of_all(kinds_of) if not kind.rule.in_slot],
         defers_logits=overlaps and any(node.target is ops.receive for node in head.nodes),
         kv_memory=kv_memory,
     )
@@ -111,7 +120,8 @@ def prepare_gpu(
     Parameters as in `open_runner`.
     """
     model, serve, has_stages = runner.model, config.serve, config.parallel.pipeline > 1
-    runner.bind(dict.fromkeys(model.kinds, 2))  # for steps of padding
+    kinds = state_kinds(compiled.graph, serve.block_size)
+    runner.bind({kind.name: 2 for kind in kinds})  # for steps of padding
     use_parameters(model, config, progress, exchange)
     clock.stop("runner")
     # a stage that waits for the logits of its step waits for what is sent after its graph
@@ -124,8 +134,9 @@ def prepare_gpu(
     if measure is not None:
         measure(model)
         clock.stop("KV scales")
-    left = memory.measure_left(runner, sizes[-1:], serve)
-    own = plan_kv(state_kinds(compiled.graph, serve.block_size), serve, config.limits, config.parallel.num_ranks, left)
+    slots = sum(kind.bytes_per_slot for kind in kinds) * (1 + serve.max_num_seqs)  # which are allocated already
+    left = memory.measure_left(runner, sizes[-1:], serve) + slots
+    own = plan_kv(kinds, serve, config.limits, config.parallel.num_ranks, left)
     num_blocks = min_blocks(exchange(msgspec.msgpack.encode(own)))
     runner.bind(num_blocks)
     clock.stop("memory")

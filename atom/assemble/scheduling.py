@@ -47,6 +47,7 @@ def open_caches(
             num_host_blocks=None if host is None else host.num_blocks,
             costs=None if host is None else host.costs,
             files=None if host is None else host.files,
+            state_interval=serve.state_interval,
         )
         for _ in range(num_groups)
     ]

@@ -10,7 +10,7 @@
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
 Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
-becomes an input of the program.
+becomes an input of the program. `lower_recurrent` lowers the ops with recurrent state.
 """
 
 from typing import Any
@@ -18,9 +18,11 @@ from typing import Any
 from torch.fx import Node
 
 from atom.graph import BATCH, Graph, ops
+from atom.passes.lower_recurrent import lower_recurrent
 
 
 def lower_attention(graph: Graph) -> Graph:
+    lower_recurrent(graph)
     for attention in graph.find(ops.attention):
         _lower(graph, attention)
     for attention in graph.find(ops.mla_attention):

@@ -36,7 +36,6 @@ from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.fuse_shared_experts import fuse_shared_experts
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
-from atom.passes.lower_state import lower_state
 from atom.passes.quantize import quantize
 from atom.passes.select_kernels import select_kernels
 from atom.passes.shard import shard
@@ -57,7 +56,6 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_shared_experts, 1, ops.SEMANTIC),
     (fuse_norm_residual, 1, ops.SEMANTIC),
     (lower_moe, 0, ops.SEMANTIC),
-    (lower_state, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
     (quantize, 0, ops.LOWERED),
     (fuse_lora, 1, ops.LOWERED),

@@ -36,7 +36,7 @@ from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.sleep import Sleeper
-from atom.runtime.step.bisect_failures import Part, describe, execute, take
+from atom.runtime.step.bisect_failures import BeginAgain, Part, describe, execute, take
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import Runner
 from atom.runtime.types import (
@@ -333,6 +333,8 @@ class Engine:
         if self._pending:
             outcomes = [each if isinstance(each, Exception) else each.wait() for _, each in self._pending[0]]
             for (part, _), outcome in zip(self._pending.popleft(), outcomes, strict=True):
+                if isinstance(outcome, BeginAgain):
+                    continue
                 if isinstance(outcome, Exception):
                     self._fail(part.rows[0].sequence, outcome)
                     continue
@@ -372,7 +374,7 @@ class Engine:
             if not plan.rows:
                 return False
             with self._blame(plan):
-                execute(self.runner, self.builder, plan, parts)
+                execute(self.runner, self.builder, plan, parts, has_suspects=self.scheduler.has_suspects)
         except BaseException:
             started: list[Part] = [(part, outcome) for part, outcome in parts if not isinstance(outcome, Exception)]
             running = {row.sequence for part, _ in started for row in part.rows}

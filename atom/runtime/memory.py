@@ -58,6 +58,12 @@ def left_for_kv(graph: Graph, serve: ServeConfig) -> int:
     return usable - needed - counts
 
 
+def left_of_share(serve: ServeConfig) -> int:
+    """Bytes of the GPU's share that are free now."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total * serve.gpu_memory_utilization) - (total - free)
+
+
 @contextmanager
 def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
     """Raise a CapacityError that says what to lower if a start runs out of memory after the weights."""

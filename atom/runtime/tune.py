@@ -346,7 +346,7 @@ def _pool(model: Model, num_rows: int) -> dict[str, int]:
     if not model.is_cpu:
         size = sum(cache[0].nbytes for cache in model.caches.values())
         num_blocks = max(2, min(num_blocks, torch.cuda.mem_get_info()[0] // 2 // size))
-    return dict.fromkeys(model.kinds, num_blocks)
+    return dict.fromkeys((*model.kinds, *model.recurrent), num_blocks)
 
 
 def _length(model: Model) -> int:

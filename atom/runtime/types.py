@@ -39,10 +39,19 @@ class StateKind:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.block_bytes // self.block_tokens
+        return 0 if self.rule.in_slot else self.block_bytes // self.block_tokens
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.block_bytes if self.rule.in_slot else 0
 
     def blocks(self, num_tokens: int, step: int = 1) -> int:
-        """The max number of blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
+        """The max number of blocks that a sequence needs while it grows to `num_tokens`, `step` tokens at a time.
+
+        Of recurrent state it needs none: blocks have copies, which are taken while there is room.
+        """
+        if self.rule.in_slot:
+            return 0
         span = self.rule.num_read(max(num_tokens - step, 0), num_tokens)  # tokens, wherever blocks begin
         kept = (span - 2) // self.block_tokens + 2 + 1  # and the block that `KVCache.commit` keeps for siblings
         return min(-(-num_tokens // self.block_tokens), kept)
@@ -157,6 +166,8 @@ class SchedulingState:
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # state kind -> block numbers, in order; 0 is no block
+    num_released: dict[str, int] = field(default_factory=dict)  # state kind -> the first blocks, which it has released
+    num_matched: int = 0  # tokens of which others had the KV when it was admitted, but not the recurrent state
     drafts: list[int] = field(default_factory=list)  # after the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
 

@@ -214,7 +214,6 @@ def test_level_0_only_lowers():
         "shard",
         "add_lora",
         "lower_moe",
-        "lower_state",
         "lower_attention",
         "quantize",
         "select_kernels",

@@ -43,6 +43,8 @@ class Letters:
 class AsPlanned:
     """A builder whose steps are the plans themselves."""
 
+    can_repeat = True
+
     def build(self, plan: Plan) -> Plan:
         return plan
 

@@ -84,6 +84,6 @@ __all__ = [
     "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope",
     "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention", "paged_mla_attention",
     "pair_adapters", "plain_experts", "receive", "recurrent", "reduce_scatter", "rms_norm", "rope", "rotary", "router",
-    "row_shape", "run_batch", "scale", "scale_by_rms", "selective_scan", "send", "softcap", "split", "split_heads", "ssd",
-    "ssm_decay", "sum_squares", "time_step", "xielu",
+    "row_shape", "run_batch", "scale", "scale_by_rms", "selective_scan", "send", "softcap", "split", "split_heads",
+    "ssd", "ssm_decay", "sum_squares", "time_step", "xielu",
 ]  # fmt: skip

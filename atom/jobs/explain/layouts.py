@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from atom.assemble import kinds_of_all, plan_stages, state_kinds
+from atom.assemble import fit_limits, kinds_of_all, plan_stages, state_kinds
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
 from atom.config.check_parallel import divides_heads
@@ -52,6 +52,7 @@ def kv_pool(
     others: the kinds of other stages, which have as many blocks
     """
     kinds_of, max_model_len = [kinds, *others], limits.max_model_len
+    limits = fit_limits(kinds_of, serve, limits, num_ranks)
 
     def plan(length: int) -> dict[str, int] | None:
         return _plan(kinds_of, serve, replace(limits, max_model_len=length), num_ranks)
@@ -60,9 +61,11 @@ def kv_pool(
     num_blocks = plan(longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
     needed = _blocks_of_one(kinds_of, limits)
+    states = {kind.name: num_usable[kind.name] for kind in kinds if kind.rule.in_slot}
     return {
+        **({"state_slots": limits.max_num_seqs, "state_copies": sum(states.values())} if states else {}),
         "kv_pool_bytes": sum(num_blocks[kind.name] * kind.block_bytes for kind in kinds),
-        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
+        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items() if needed[name]},
         "kv_longest_sequence": longest,
         "kv_sequences": min((num_usable[name] // num for name, num in needed.items() if num), default=0),
     }
@@ -100,7 +103,9 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
     longest = min(pool["kv_longest_sequence"] for pool in pools)
     names = dict.fromkeys(name for pool in pools for name in pool["kv_tokens"])
     fewest = {name: min(pool["kv_tokens"].get(name, inf) for pool in pools) for name in names}
+    states = [pool["state_slots"] for pool in pools if "state_slots" in pool]
     return {
+        **({"state_slots": min(states)} if states else {}),
         "weights_fit": max(weights_bytes) <= gpu.memory,
         "fits": longest == config.serve.max_model_len,
         "kv_tokens": {name: num * mesh.data for name, num in fewest.items()},

@@ -115,6 +115,9 @@ def _describe_drafts(result: dict[str, Any]) -> Iterator[Line]:
 def _describe_kv(result: dict[str, Any], config: Config) -> Iterator[Line]:
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")
     serve = config.serve
+    if "state_bytes" in result:
+        held = f"{result['state_slots']} sequences and {result['state_copies']} copies"
+        yield "recurrent state", f"{_size(result['state_bytes'])} a sequence, room for {held}"
     if "gpu" in result and serve.num_kvcache_blocks is None and serve.kv_cache_memory == ServeConfig.kv_cache_memory:
         return  # that GPU gives the pool what is left, which the lines about it say
     too_few = "" if result["kv_longest_sequence"] == serve.max_model_len else f": too few for {_longest(config)}"
@@ -127,10 +130,10 @@ def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> It
     if gpu["weights_fit"]:
         yield "  weights", f"fit: {weights_bytes / gpu['memory_bytes']:.1%} of its memory"
         does = "fits" if gpu["fits"] else "does not fit"
-        yield (
-            "  KV",
-            f"{_longest(config)} {does}: after the weights there is room for {_each(gpu['kv_tokens'], 'tokens')}",
-        )
+        room = _each(gpu["kv_tokens"], "tokens")
+        if "state_slots" in gpu:
+            room += f" and the states of {gpu['state_slots']} sequences"
+        yield "  KV", f"{_longest(config)} {does}: after the weights there is room for {room}"
     else:
         yield "  weights", f"do not fit: they need at least {gpu['gpus_for_weights']} such GPUs"
     yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over weights and KV"

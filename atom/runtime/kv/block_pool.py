@@ -67,6 +67,12 @@ class BlockPool:
             self.blank.append(block)
         self.saves, self.is_overwritten = [], False
 
+    def discard(self, block: int) -> None:
+        """Drop a cached block, which is blank then."""
+        del self.cached[block]
+        self.drop(block)
+        self.blank.append(block)
+
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
             del self.cached[block]

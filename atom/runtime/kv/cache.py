@@ -10,7 +10,10 @@ that is taken next.
     cache.commit(sequence)                                  # its 2 full blocks are prefixes for others from now on
     cache.free(sequence)                                    # and stay so until their room is needed
 
-Each state kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
+Each state kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none;
+of recurrent state, which is in the sequence's slot, a copy of it after these positions. A step copies the state of its
+rows to such blocks, where `chunk_end` and `allocate` want them, and a sequence that begins with a cached prefix has its
+state copied to its slot.
 
 A pool may be backed by another one in host memory. What its cached blocks hold is copied there before they are reused,
 be it an evicted prefix, a preempted sequence or an idle conversation. A prefix that only the host holds gets blocks
@@ -46,6 +49,11 @@ class Cached(NamedTuple):
     num_shared: int  # of these, in blocks that it need not allocate
 
 
+def begin_of(sequence: Sequence) -> int:
+    """Where the sequence's next step begins."""
+    return max(sequence.num_computed, sequence.num_planned)
+
+
 class KVCache:
     """All pools of one model, the tables in `Sequence.blocks`, and the prefix cache."""
 
@@ -61,6 +69,7 @@ class KVCache:
         costs: SwapCosts | None = None,
         files: KVFiles | None = None,
         loaded_bytes: int = LOADED_BYTES,
+        state_interval: int = 16,
     ) -> None:
         """
         num_blocks: of each pool, by state kind, including block 0, where padding reads and writes
@@ -69,6 +78,7 @@ class KVCache:
         costs: of loading from host memory; None: it always pays
         files: where blocks go that are evicted from host memory; None: they are lost
         loaded_bytes: load budget of a step, to which the time that its tokens take adds
+        state_interval: tokens of an answer between copies of its recurrent state
         """
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.enable_prefix_caching = enable_prefix_caching
@@ -83,7 +93,12 @@ class KVCache:
             BlockPool(kind, num_blocks[kind.name], self.prefixes, self.host_pools.get(kind.name)) for kind in kinds
         ]
         self.files = files
+        self._paged = [pool for pool in self.pools if not pool.kind.rule.in_slot]  # with an entry for each token
+        self._recurrent = [pool for pool in self.pools if pool.kind.rule.in_slot]
         self._releasing = [pool for pool in self.pools if not pool.kind.rule.keeps_all]
+        self._interval = -(-state_interval // block_size) * block_size
+        # the copy of its state that it published last, and of which prefix, in its answer
+        self._last: dict[tuple[Sequence, BlockPool], tuple[int, Prefix]] = {}
         self._salt = salt
         self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
         self._loads: dict[Sequence, dict[str, list[tuple[int, int]]]] = {}  # by kind: blocks, and those of the host
@@ -109,7 +124,7 @@ class KVCache:
 
     def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
         """Whether a sequence fits now and leaves `spare` blocks. num_shared: of its tokens, those in shared blocks"""
-        needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self.pools)
+        needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self._paged)
         return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -197,7 +212,8 @@ class KVCache:
             query = (first + num_blocks) * self.block_size
             return {pool.name: max(pool.kind.first_visible(query) - first, 0) for pool in self.pools}
 
-        fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
+        whole = [pool.name for pool in self.pools if pool.keeps_all]
+        fetch = Fetch(key, content, self._width, needs, whole, first, sequence, time.perf_counter() + seconds)
         self._fetches[sequence] = fetch
         self.files.fetch(fetch)
 
@@ -276,7 +292,7 @@ class KVCache:
         prompt that has begun never waits for the rest.
         """
         known = max(num_tokens, sequence.num_tokens)
-        for pool in self.pools:
+        for pool in self._paged:
             goal = known if pool.keeps_all else num_tokens
             room = len(sequence.blocks.setdefault(pool.name, [])) * self.block_size
             if room < goal:
@@ -284,14 +300,55 @@ class KVCache:
                 if room < goal and pool.keeps_all:
                     return 0
                 num_tokens = min(num_tokens, room)
-        if num_tokens <= max(sequence.num_computed, sequence.num_planned):
+        if num_tokens <= begin_of(sequence):
             return 0
-        for pool in self.pools:
+        for pool in self._paged:
             goal = known if pool.keeps_all else num_tokens
             table = sequence.blocks[pool.name]
             while len(table) * self.block_size < goal:
                 table.append(pool.take())
+        for pool in self._recurrent:
+            table = sequence.blocks.setdefault(pool.name, [])
+            last = num_tokens // self.block_size - 1
+            table.extend([0] * (last + 1 - len(table)))
+            for index in range(begin_of(sequence) // self.block_size, len(table)):  # of a step that was not planned
+                if table[index]:
+                    pool.release(table[index])
+                    table[index] = 0
+            if self._keeps_state(sequence, num_tokens) and not table[last]:
+                if not pool.blank:
+                    self._discard_last(sequence, pool)
+                if pool.num_free:
+                    table[last] = pool.take()
         return num_tokens
+
+    def chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Where a step that could compute the sequence's tokens up to `end` stops, so that its state is kept there."""
+        start, stops = begin_of(sequence), self._stops(sequence)
+        if not stops or end - start <= 1:
+            return end
+        if inside := [stop for stop in stops if start < stop <= end]:
+            return min(inside)
+        whole = end // self.block_size * self.block_size
+        return whole if start < whole and end < sequence.num_tokens else end
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that failed may be run again: not if it may have written over recurrent state."""
+        return not self._recurrent
+
+    def _stops(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where the sequence's state is wanted: after its last full block, and where it parts from other sequences."""
+        if not self._recurrent or (not self.enable_prefix_caching and sequence.params.n == 1):
+            return ()
+        return (sequence.num_tokens - 1) // self.block_size * self.block_size, sequence.num_matched
+
+    def _keeps_state(self, sequence: Sequence, end: int) -> bool:
+        """Whether a step that ends there keeps the sequence's state."""
+        is_regular = end - begin_of(sequence) > 1 or end % self._interval == 0
+        return not end % self.block_size and (
+            (self.enable_prefix_caching and is_regular) or end in self._stops(sequence)
+        )
 
     def commit(self, sequence: Sequence) -> None:
         """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""
@@ -301,19 +358,22 @@ class KVCache:
             query = sequence.num_computed
             if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
                 query = (query - 1) // self.block_size * self.block_size
-            table = sequence.blocks[pool.name]
-            index = pool.kind.first_visible(query) - 1
-            while index >= 0 and table[index]:
-                pool.release(table[index])
-                table[index] = 0
-                index -= 1
+            table, known = sequence.blocks[pool.name], sequence.num_released
+            first, stop = known.get(pool.name, 0), min(pool.kind.first_visible(query), len(table))
+            for index in reversed(range(first, stop)):
+                if table[index]:
+                    pool.release(table[index])
+                    table[index] = 0
+            known[pool.name] = max(first, stop)
 
     def free(self, sequence: Sequence) -> None:
         for pool in self.pools:
             for block in reversed(sequence.blocks.get(pool.name, [])):  # what follows a prefix goes before it
                 if block:
                     pool.release(block)
-        sequence.blocks = {}
+        sequence.blocks, sequence.num_released = {}, {}
+        for pool in self._recurrent:
+            self._last.pop((sequence, pool), None)
         if sequence in self._published:
             self.prefixes.leave(self._published.pop(sequence)[0])
         if sequence in self._loads:
@@ -335,6 +395,8 @@ class KVCache:
             return []
         _, path = self._find_path(sequence)
         num_hit = self._count_hit(path, on_host=False)
+        if self._recurrent:
+            sequence.num_matched = self._count_hit(path, on_host=False, pools=self._paged) * self.block_size
         if self.host_pools:
             num_found = self._count_hit(path, on_host=True)
             if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
@@ -354,12 +416,15 @@ class KVCache:
             path.append(prefix)
         return content, path
 
-    def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
-        """The longest beginning of a path, in blocks, after which a query finds every block that it sees."""
-        since = dict.fromkeys(self.pools, 0)  # where the unbroken run of its blocks begins
+    def _count_hit(self, path: list[Prefix], on_host: bool, pools: SequenceOf[BlockPool] | None = None) -> int:
+        """The longest beginning of a path, in blocks, after which a query finds every block that it sees.
+
+        pools: None: all of them
+        """
+        since = dict.fromkeys(self.pools if pools is None else pools, 0)  # where the unbroken run of its blocks begins
         num_hit = 0
         for index, prefix in enumerate(path):
-            for pool in self.pools:
+            for pool in since:
                 if not pool.has(prefix, on_host):
                     since[pool] = index + 1
             query = (index + 1) * self.block_size
@@ -379,7 +444,8 @@ class KVCache:
             shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
             num_blocks = -(-sequence.num_tokens // self.block_size) if pool.keeps_all else len(path)
             num_idle = sum(not pool.num_holders[block] for block in shared)
-            if num_blocks - first - len(shared) > pool.num_free - num_idle - spare:
+            num_kept = 0 if pool.kind.rule.in_slot else spare  # running sequences can do without copies of their state
+            if num_blocks - first - len(shared) > pool.num_free - num_idle - num_kept:
                 return False
         return True
 
@@ -442,8 +508,17 @@ class KVCache:
                 block = sequence.blocks[pool.name][index]
                 if block and pool.name not in child.blocks:
                     pool.publish(block, child)
+                    if pool.kind.rule.in_slot and (index + 1) * self.block_size > len(sequence.prompt):
+                        self._discard_last(sequence, pool)
+                        self._last[sequence, pool] = block, child
             prefix, index = child, index + 1
         self._set_published(sequence, prefix, index)
+
+    def _discard_last(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Discard the newest copy of a state in the sequence's answer, in place of which there will be another one."""
+        last, prefix = self._last.pop((sequence, pool), (0, None))
+        if last in pool.cached and pool.prefix[last] is prefix:
+            pool.discard(last)
 
     def _set_published(self, sequence: Sequence, prefix: Prefix, num_blocks: int) -> None:
         prefix.num_users += 1

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ class Fetch:
     content: bytes  # tokens, `width` bytes for each block
     width: int
     needs: Callable[[int], Mapping[str, int]]  # number of blocks -> by state kind, the first of them that is needed
+    whole: Collection[str]  # kinds that need all blocks, whatever their number
     first: int  # blocks of the sequence before `content`
     sequence: Sequence
     deadline: float  # time.perf_counter() after which computing the rest is faster
@@ -202,9 +203,11 @@ class KVFiles:
         keys, key = list[bytes](), fetch.key
         for start in range(0, len(fetch.content), fetch.width):
             key = chain(key, fetch.content[start : start + fetch.width])
-            if not all(self.has(key, kind) for kind, first in fetch.needs(0).items() if first == 0):
+            if not all(self.has(key, kind) for kind in fetch.whole):
                 break
             keys.append(key)
+        while keys and not self._has_needed(fetch, keys):
+            keys.pop()
         needs, used, unread = fetch.needs(len(keys)), [], list[bytes]()
         for place, key in enumerate(keys):
             if fetch.is_late:
@@ -213,7 +216,7 @@ class KVFiles:
             found = {kind: row for kind, row in rows.items() if row is not None}
             fetch.blocks.append(found)
             used += [self._path(key, kind) for kind in found]
-            if any(rows[kind] is None for kind, first in needs.items() if first == 0):
+            if any(row is None for row in rows.values()):
                 unread = keys[place + 1 :]
                 break
         for path in reversed(used):  # what follows a prefix is removed before it
@@ -221,6 +224,12 @@ class KVFiles:
                 os.utime(path)
         self.num_read += len(used)
         return unread
+
+    def _has_needed(self, fetch: Fetch, keys: list[bytes]) -> bool:
+        """Whether there are files of the blocks that a sequence needs after this prefix, besides those of all kinds."""
+        needs = fetch.needs(len(keys)).items()
+        some = ((kind, first) for kind, first in needs if kind not in fetch.whole)
+        return all(self.has(key, kind) for kind, first in some for key in reversed(keys[first:]))
 
     def _read(self, key: bytes, kind: str) -> Tensor | None:
         path, size = self._path(key, kind), self._sizes[kind]

@@ -37,11 +37,18 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def plan_host_blocks(kinds: Sequence[StateKind], memory_bytes: int) -> dict[str, int]:
-    """The number of blocks that fit in host memory, including block 0, equal for all kinds; CapacityError if none."""
-    size = sum(kind.block_bytes for kind in kinds)
-    if memory_bytes < 2 * size:
-        raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {2 * size}")
-    return {kind.name: memory_bytes // size for kind in kinds}
+    """The number of blocks that fit in host memory, including block 0; CapacityError if none.
+
+    It is equal for all kinds, but copies of recurrent state share the memory with the others.
+    """
+    sizes = {
+        in_slot: sum(kind.block_bytes for kind in kinds if kind.rule.in_slot == in_slot) for in_slot in (False, True)
+    }
+    num_shares = sum(size > 0 for size in sizes.values())
+    needed = 2 * num_shares * max(sizes.values())
+    if memory_bytes < needed:
+        raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {needed}")
+    return {kind.name: memory_bytes // num_shares // sizes[kind.rule.in_slot] for kind in kinds}
 
 
 class HostBlocks:

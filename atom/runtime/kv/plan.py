@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
 from atom.runtime.types import StateKind
+
+SLOT_SHARE = 0.55  # of slots and pools, for slots of recurrent state
+STATE_SHARE = 0.1  # of the pools, for copies of recurrent state
+MIN_COPIES = 2  # with block 0
+
+
+def fit_slots(kinds: Sequence[StateKind], max_num_seqs: int, memory_bytes: int) -> int:
+    """The number of sequences whose recurrent states take at most SLOT_SHARE: max_num_seqs, else a power of two."""
+    size = sum(kind.bytes_per_slot for kind in kinds)
+    room = int(memory_bytes * SLOT_SHARE) // size - 1 if size else max_num_seqs  # besides that of padding
+    return max_num_seqs if room >= max_num_seqs else 1 << max(room.bit_length() - 1, 0) if room > 0 else 1
 
 
 def plan_memory(
@@ -20,9 +32,60 @@ def plan_memory(
     *,
     memory_bytes: int | None = None,
     num_blocks: int | None = None,
+    state_memory: int | None = None,
     describe_room: Callable[[int, int], str] = "there are {}".format,
 ) -> dict[str, int]:
     """The number of blocks of each pool by state kind, including block 0.
+
+    Recurrent state takes its slots first, one for each sequence and one for padding. Blocks with copies of it take
+    `state_memory`, and the other kinds what is left, see `plan_blocks`.
+
+    memory_bytes: the size of slots and pools together; None: see num_blocks
+    num_blocks: of each pool but that of recurrent state, without block 0
+    state_memory: bytes; None: STATE_SHARE of the pools
+    describe_room: for the error, describes the bytes that are available and those that are needed
+
+    Raises as `plan_blocks` does.
+    """
+    plan = partial(plan_blocks, [kind for kind in kinds if not kind.rule.in_slot], block_size, limits)
+    recurrent = [kind for kind in kinds if kind.rule.in_slot]
+    if not recurrent:
+        return plan(memory_bytes=memory_bytes, num_blocks=num_blocks, describe_room=describe_room)
+    size = sum(kind.block_bytes for kind in recurrent)
+    if num_blocks is not None:
+        planned = plan(num_blocks=num_blocks)
+        total = sum(planned[kind.name] * kind.block_bytes for kind in kinds if kind.name in planned)
+        copies = int(total * STATE_SHARE / (1 - STATE_SHARE)) if state_memory is None else state_memory
+    else:
+        assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
+        slots = (limits.max_num_seqs + 1) * size
+        share = STATE_SHARE if len(recurrent) < len(kinds) else 1.0
+        copies = max(int((memory_bytes - slots) * share) if state_memory is None else state_memory, MIN_COPIES * size)
+        taken = slots + copies
+        if taken > memory_bytes:
+            raise CapacityError(
+                f"the recurrent states of serve.max_num_seqs={limits.max_num_seqs} sequences take {slots} bytes, and "
+                f"copies of them {copies}, " + describe_room(memory_bytes, taken) + " or lower serve.max_num_seqs"
+            )
+        planned = plan(
+            memory_bytes=memory_bytes - taken,
+            describe_room=lambda _has, needs: describe_room(memory_bytes, taken + needs),
+        )
+    copies = max(copies // size, MIN_COPIES)
+    useful = max(planned.values(), default=copies)  # a block of tokens has one
+    return {kind.name: planned.get(kind.name, max(min(copies, useful), MIN_COPIES)) for kind in kinds}
+
+
+def plan_blocks(
+    kinds: Sequence[StateKind],
+    block_size: int,
+    limits: EngineLimits,
+    *,
+    memory_bytes: int | None = None,
+    num_blocks: int | None = None,
+    describe_room: Callable[[int, int], str] = "there are {}".format,
+) -> dict[str, int]:
+    """The number of blocks of each pool of a kind with an entry for each token, including block 0.
 
     All kinds get the same number, but one that keeps a part of each sequence no more than `max_num_seqs` sequences and
     a step can fill.
@@ -53,7 +116,7 @@ def plan_memory(
 
     minimum = one_sequence(max_model_len)
     if num_blocks is not None:
-        plan_of_blocks, needed = equal(num_blocks), max(minimum.values()) - 1
+        plan_of_blocks, needed = equal(num_blocks), max(minimum.values(), default=1) - 1
         if any(plan_of_blocks[name] < blocks for name, blocks in minimum.items()):
             raise ConfigError(
                 f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
@@ -61,7 +124,7 @@ def plan_memory(
                 f"serve.max_model_len={num_blocks * block_size} or less"
             )
         return plan_of_blocks
-    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
+    assert memory_bytes is not None, "plan_blocks needs memory_bytes or num_blocks"
     if size(minimum) > memory_bytes:
         length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(one_sequence(length)))
         raise CapacityError(
@@ -73,5 +136,5 @@ def plan_memory(
     def plan(count: int) -> dict[str, int]:
         return {name: max(blocks, minimum[name]) for name, blocks in equal(count).items()}
 
-    counts = range(memory_bytes // min(kind.block_bytes for kind in kinds) + 1)
+    counts = range(memory_bytes // min((kind.block_bytes for kind in kinds), default=1) + 1)
     return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)

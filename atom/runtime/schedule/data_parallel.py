@@ -60,6 +60,11 @@ class DataParallelScheduler:
         return sum(group.num_running for group in self.groups)
 
     @property
+    def has_suspects(self) -> bool:
+        """As of `Scheduler`."""
+        return any(group.has_suspects for group in self.groups)
+
+    @property
     def num_waiting(self) -> int:
         return len(self.waiting) + sum(group.num_waiting for group in self.groups)
 
@@ -102,9 +107,13 @@ class DataParallelScheduler:
         return sequence
 
     def schedule(self) -> Plan:
-        """Plan the next step of all groups; it has no rows if no group has anything to compute."""
+        """Plan the next step of all groups; it has no rows if no group has anything to compute.
+
+        While a sequence at fault is being found, one group has rows.
+        """
         self._place()
-        plans = [group.schedule() for group in self.groups]
+        suspected = next((group for group in self.groups if group.has_suspects), None)
+        plans = [group.schedule() if suspected in (None, group) else Plan([], 0) for group in self.groups]
         decodes = [row for plan in plans for row in plan.rows[: plan.num_decodes]]
         others = [row for plan in plans for row in plan.rows[plan.num_decodes :]]
         copies = [plan.copies or BlockCopies() for plan in plans]
@@ -177,6 +186,10 @@ class DataParallelBuilder:
 
     def __init__(self, groups: list[StepBuilder]) -> None:
         self.groups = groups
+
+    @property
+    def can_repeat(self) -> bool:
+        return all(group.can_repeat for group in self.groups)
 
     def build(self, plan: Plan) -> StepInput:
         """Build the steps of a plan. What they send counts as known to the runners, until `retract`."""

@@ -114,11 +114,18 @@ class Scheduler:
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
         self._slots = list(range(self.num_slots - 1, -1, -1))  # free ones
         self._refused: Sequence | None = None  # found no room, and no block has been freed since
+        self._suspects: dict[Sequence, None] = {}  # of a step that failed and cannot be run again: one is at fault
+        self._max_suspects = self.num_slots  # in a step, which has no others
         self.is_paused = False  # none is admitted
 
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a step failed, and the sequence at fault is being found."""
+        return bool(self._suspects)
 
     @property
     def num_running(self) -> int:
@@ -200,10 +207,10 @@ class Scheduler:
         self.cache.take_fetched()
         if not self._in_flight:
             self._step_began = self._clock()
-        planned: dict[Sequence, int] = {}  # the tokens of each in the step
-        budget = self._plan_running(planned)
-        if not self.is_paused and not self._is_delayed():
-            self._admit(planned, budget)
+        planned = self._plan_rows()
+        if self._suspects and not planned and not self._in_flight:  # they wait for others
+            self._suspects.clear()
+            planned = self._plan_rows()
         decode_rows: list[ScheduledRequest] = []
         other_rows: list[ScheduledRequest] = []
         for sequence, num_tokens in planned.items():
@@ -226,6 +233,8 @@ class Scheduler:
             self._refused = None
             self._prompt_seconds = now - self._step_began
         self._step_began = now
+        for row in plan.rows if self._suspects else ():
+            self._suspects.pop(row.sequence, None)
         ended = []
         answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
         has_reports = bool(sampled.prompt_logprobs or sampled.pooled)
@@ -253,12 +262,25 @@ class Scheduler:
         return ended
 
     def retract(self, plan: Plan) -> None:
-        """Take back the newest plan, whose step did not take place: its rows may be planned again."""
+        """Take back the newest plan, whose step did not take place: its rows may be planned again.
+
+        A step that failed may have written over recurrent state: its rows begin again, after the last copy of it, and
+        half of them at a time until the one at fault is alone.
+        """
+        if not self.cache.can_repeat:
+            self._suspects |= dict.fromkeys(row.sequence for row in plan.rows if row.sequence.finish_reason is None)
+            self._max_suspects = max(len(plan.rows) // 2, 1)
         for row in plan.rows:
+            sequence = row.sequence
             self._land(row)
-            row.sequence.num_planned = row.start
-            if row.sequence.finish_reason is not None:
-                self._release(row.sequence)
+            sequence.num_planned = row.start
+            if sequence.finish_reason is not None:
+                self._release(sequence)
+            elif not self.cache.can_repeat:
+                if sequence in self._in_flight:
+                    self._leaving.add(sequence)
+                else:
+                    self._preempt(sequence)
 
     def drop_kv(self) -> None:
         """Preempt all running sequences, and forget all prefixes; no plan is pending."""
@@ -266,6 +288,18 @@ class Scheduler:
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.cache.forget()
+
+    def _plan_rows(self) -> dict[Sequence, int]:
+        """Plan the sequences of a step, and the number of tokens of each."""
+        planned: dict[Sequence, int] = {}
+        budget = self._plan_running(planned)
+        if not self.is_paused and not self._is_delayed():
+            self._admit(planned, budget)
+        return planned
+
+    def _may_join(self, sequence: Sequence, planned: dict[Sequence, int]) -> bool:
+        """Whether the sequence may be in the step: while there are suspects only some of them may."""
+        return not self._suspects or (sequence in self._suspects and len(planned) < self._max_suspects)
 
     def _plan_running(self, planned: dict[Sequence, int]) -> int:
         """Plan the running sequences, decodes first; the number of tokens that the step has left."""
@@ -275,6 +309,8 @@ class Scheduler:
         max_drafts = self._max_drafts(len(decodes))
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
+                continue
+            if not self._may_join(sequence, planned):
                 continue
             if self._drafter is not None:
                 self._draft(sequence, max_drafts, budget - max(len(decodes) - at, 1) - kept)
@@ -338,7 +374,8 @@ class Scheduler:
         passed = []  # that wait for something other than room
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop()
-            if self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
+            is_held = not self._may_join(sequence, planned)
+            if is_held or self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
                 passed.append(sequence)
                 continue
             num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
@@ -443,7 +480,7 @@ class Scheduler:
             if end - start <= budget and self.cache.allocate(sequence, end, max(spare, len(self.running))) == end:
                 return end - start
             sequence.drafts = []
-        stop = self.cache.allocate(sequence, min(start + budget, stop), spare)
+        stop = self.cache.allocate(sequence, self.cache.chunk_end(sequence, min(start + budget, stop)), spare)
         return max(stop - start, 0)
 
     def _num_left(self, sequence: Sequence) -> int:
@@ -547,6 +584,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
+        self._suspects.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
         del self.sequences[sequence.id]

@@ -15,32 +15,43 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from atom.errors import CapacityError, RequestError
+from atom.errors import CapacityError, EngineDeadError, RequestError
 from atom.runtime.step.input import Pending, Runner, StepInput
 from atom.runtime.types import Plan, ScheduledRequest
 
 Part = tuple[Plan, Pending | Exception]
 
 
+class BeginAgain(Exception):
+    """The outcome of a step that failed and cannot be run again: the scheduler has its rows begin again, in halves."""
+
+
 class Builder(Protocol):
     """Builds steps, and remembers what it has sent."""
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that failed may be run again."""
 
     def build(self, plan: Plan) -> StepInput: ...
 
     def retract(self, plan: Plan) -> None: ...
 
 
-def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:
+def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part], *, has_suspects: bool = False) -> None:
     """Execute a plan, in halves if it fails, and append its parts with their outcomes as they come.
 
     If every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its row. A
     CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken back, it
-    is the error of the rows that meet it. Parts that run when an interrupt comes are in `parts`.
+    is the error of the rows that meet it. A step of several rows that cannot be run again is a part with `BeginAgain`.
+    Parts that run when an interrupt comes are in `parts`.
+
+    has_suspects: the rows were in a step that failed before, and others do not, so one that fails by itself is at fault
     """
     execute_parts(runner, builder, plan, parts)
     errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
-    wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
-    if wrong is not None and len(errors) == len(parts):
+    wrong = next((error for error in errors if not isinstance(error, RequestError | BeginAgain)), None)
+    if wrong is not None and len(errors) == len(parts) and (not has_suspects or isinstance(wrong, EngineDeadError)):
         raise wrong
 
 
@@ -54,6 +65,9 @@ def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part
             raise
         if len(plan.rows) == 1:
             parts.append((plan, error))
+            return
+        if not builder.can_repeat:
+            parts.append((plan, BeginAgain()))
             return
     middle = len(plan.rows) // 2
     for rows in (plan.rows[:middle], plan.rows[middle:]):

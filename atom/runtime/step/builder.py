@@ -64,6 +64,8 @@ class Collected:
     admitted: list[Sequence] = field(default_factory=list)  # that the runner does not have
     indices: array[int] = field(default_factory=lambda: array("i"))  # targets of the entries of block tables
     blocks: array[int] = field(default_factory=lambda: array("i"))  # these entries
+    restores: dict[str, array[int]] = field(default_factory=dict)  # by kind: slots and blocks in turns
+    copies: dict[str, array[int]] = field(default_factory=dict)
     reported: list[int] = field(default_factory=list)  # as in StepInput
     special: list[_Special] = field(default_factory=list)
     sampling: int = 0  # index in SAMPLING_KINDS, the largest of those that sample
@@ -74,6 +76,11 @@ class StepBuilder:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that failed may be run again: not if it may have written over recurrent state."""
+        return not self._capacity.recurrent
 
     def build(self, plan: Plan) -> StepInput:
         """Build the step of a plan. What it sends counts as known to the runner, until `retract`."""
@@ -100,6 +107,7 @@ class StepBuilder:
             if resident is None or resident.blocks is not sequence.blocks:
                 resident = residents[slot] = self._admit(sequence)
                 rows.admitted.append(sequence)
+                self._move_state(rows.restores, sequence, start)
             rows.residents.append(resident)
             num_sent = resident.num_sent
             for kind, table in enumerate(resident.tables):
@@ -109,6 +117,7 @@ class StepBuilder:
                     indices.extend(range(origin + first, origin + len(table)))
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
+            self._move_state(rows.copies, sequence, start + num_tokens)
             if start < resident.num_known or (drafts and not num_drafts):
                 rows.is_decode = False
             if samples:
@@ -142,6 +151,10 @@ class StepBuilder:
             add_admissions(step, rows.admitted, has_histories=bool(self._capacity.num_drafts))
         if rows.indices:
             step.table_entries = bytearray(rows.indices + rows.blocks)
+        step.restores, step.copies = (
+            {kind: bytearray(moved[::2] + moved[1::2]) for kind, moved in moves.items()}
+            for moves in (rows.restores, rows.copies)
+        )
         if rows.special:
             add_special(step, rows.special, self._capacity.vocab)
         if not is_decode:
@@ -184,6 +197,13 @@ class StepBuilder:
             *flags,
             is_special,
         )
+
+    def _move_state(self, moves: dict[str, array[int]], sequence: Sequence, end: int) -> None:
+        """Add to `moves` the slot of a sequence, and the blocks with copies of its state after `end` tokens, if any."""
+        for kind in self._capacity.recurrent:
+            index, rest = divmod(end, self._capacity.block_size)
+            if index and not rest and (block := sequence.blocks[kind][index - 1]):
+                moves.setdefault(kind, array("i")).extend((sequence.slot, block))
 
     def count_drafts(self, plan: Plan) -> int:
         """The max number of tokens that the runner drafts for a row, which it does if it knows the newest token."""

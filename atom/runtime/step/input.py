@@ -100,7 +100,7 @@ class BatchShape(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True):
     """The capacity of a runner, and the shapes of its CUDA graphs."""
 
-    kinds: tuple[str, ...]  # of cache, in the order of its block tables
+    kinds: tuple[str, ...]  # of state with an entry for each token, in the order of its block tables
     num_slots: int  # slot `num_slots` is that of padding
     table_width: int  # blocks of a slot
     vocab: int
@@ -108,6 +108,8 @@ class Capacity(msgspec.Struct, frozen=True):
     mixed_shapes: tuple[BatchShape, ...] = ()  # captured shapes of steps with prompts, ascending
     num_drafts: int = 0  # max tokens that the runner drafts for a sequence
     draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
+    recurrent: tuple[str, ...] = ()  # kinds of recurrent state, which blocks have copies of
+    block_size: int = 0  # tokens; of a runner with recurrent state
 
 
 class Counted(msgspec.Struct):
@@ -171,6 +173,8 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     counted: list[Counted] = []  # of admissions with penalties
     histories: list[History] = []  # of admissions, if the runner drafts
     table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
+    restores: dict[str, bytearray] = {}  # by kind i32[2, N]: slots whose state is copied from these blocks, before all
+    copies: dict[str, bytearray] = {}  # by kind i32[2, N]: slots whose state is copied to these blocks, after the body
     reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
     sampling: str = "greedy"  # one of SAMPLING_KINDS
     has_penalties: bool = False

@@ -69,7 +69,7 @@ class Model:
         device: cpu or cuda
         backend: whose kernels prepare and sample a step; None: the device's first one
         drafting: how decodes draft tokens; None: they do not, or the host drafts them
-        kinds: the state kinds of all pipeline stages; None: the graph's
+        kinds: the state kinds of all pipeline stages with an entry for each token; None: the graph's
         defers_logits: the head runs later, once another stage has sent the hidden states
         kv_memory: the memory for the caches; None: torch's
         """
@@ -80,7 +80,9 @@ class Model:
         self._bindings = bindings
         self.executables: dict[str, Executable] = {}
         self.defers_logits, self._kv_memory = defers_logits, kv_memory
-        self.kinds = list(kinds or dict.fromkeys(state.kind for state in graph.states()))
+        states = graph.states()
+        self.kinds = list(kinds or dict.fromkeys(state.kind for state in states if not state.rule.in_slot))
+        self.recurrent = tuple(dict.fromkeys(state.kind for state in states if state.rule.in_slot))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
@@ -129,6 +131,11 @@ class Model:
         return self._bindings.caches
 
     @property
+    def slots(self) -> Mapping[State, Tensor]:
+        """The recurrent states of all slots [slots + 1, …]."""
+        return self._bindings.slots
+
+    @property
     def communicator(self) -> Communicator | None:
         return self._bindings.communicator
 
@@ -141,12 +148,14 @@ class Model:
         """Allocate an empty KV pool. num_blocks: by state kind"""
         if self._kv_memory is not None:
             self._kv_memory.clear()
-        caches = {state: self._allocate(state, num_blocks[state.kind]) for state in self.graph.states()}
-        self._bind(self._bindings._replace(caches=caches))
+        states = self.graph.states()
+        caches = {state: self._allocate(state, num_blocks[state.kind]) for state in states}
+        slots = {state: self._allocate(state, self.padding + 1) for state in states if state.rule.in_slot}
+        self._bind(self._bindings._replace(caches=caches, slots=slots))
 
     def unbind(self) -> None:
         """Drop the KV pool and all references to weights; call `bind` before the next step."""
-        self._bindings = self._bindings._replace(caches={})
+        self._bindings = self._bindings._replace(caches={}, slots={})
         self.executables = {}
 
     def use(self, kernels: Kernels) -> None:
@@ -199,6 +208,24 @@ class Model:
         """
         self._step.extend_tables(self.tables, self.send(entries).view(2, -1))
 
+    def restore_states(self, moves: Mapping[str, bytearray]) -> None:
+        """Copy the recurrent states of blocks to slots. moves: as in `StepInput.restores`"""
+        for state, slots, blocks in self._moved(moves):
+            self.slots[state].index_copy_(0, slots, self.caches[state].index_select(0, blocks))
+
+    def copy_states(self, moves: Mapping[str, bytearray]) -> None:
+        """Copy the recurrent states of slots to blocks. moves: as in `StepInput.copies`"""
+        for state, slots, blocks in self._moved(moves):
+            self.caches[state].index_copy_(0, blocks, self.slots[state].index_select(0, slots))
+
+    def _moved(self, moves: Mapping[str, bytearray]) -> Iterator[tuple[State, Tensor, Tensor]]:
+        """The recurrent states, each with the slots and blocks i64[N] between which it moves."""
+        sent = {kind: self.send(pairs).long().view(2, -1) for kind, pairs in moves.items()}
+        for state in self.slots:
+            if state.kind in sent:
+                slots, blocks = sent[state.kind]
+                yield state, slots, blocks
+
     def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
         """The copier of blocks of these caches [num_blocks, width] to rows and back; valid until `bind`."""
         return self._step.block_copier(caches)
@@ -229,7 +256,7 @@ class Model:
         num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
         decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
         self._find_ngrams(decoding)
-        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, num_decodes, 1 + num_drafts)
+        inputs = self._inputs(shape.num_tokens, rows.slots, rows.starts, num_decodes, 1 + num_drafts)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
@@ -378,7 +405,7 @@ class Model:
     def _decode_inputs(self, slots: Tensor, max_accepted: Tensor | None = None, num_drafts: int = 0) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts
         starts = self._starts[num_drafts][: num_rows + 1]
-        inputs = self._inputs(num_rows * query_len, num_rows, starts, num_rows, query_len)
+        inputs = self._inputs(num_rows * query_len, slots, starts, num_rows, query_len)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, max_accepted)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
@@ -389,8 +416,8 @@ class Model:
         adapters: Tensor = self.state.adapters.index_select(0, slots)
         return adapters
 
-    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
-        kinds, device = len(self.kinds), self.device
+    def _inputs(self, num_tokens: int, slots: Tensor, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
+        kinds, device, num_rows = len(self.kinds), self.device, len(slots)
         numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
         tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
         batch = Batch(
@@ -400,6 +427,7 @@ class Model:
             lengths=torch.empty(num_rows, dtype=torch.int32, device=device),
             num_decodes=num_decodes,
             query_len=query_len,
+            slots=slots if self.recurrent else None,
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 

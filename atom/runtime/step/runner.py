@@ -61,6 +61,8 @@ class Runner:
             graphs.shapes,
             model.num_drafts,
             graphs.draft_sizes,
+            model.recurrent,
+            model.block_size,
         )
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -121,7 +123,11 @@ class Runner:
                 model.state.set_history(history.slot, history.tokens)
         if step.table_entries:
             model.extend_tables(step.table_entries)
+        if step.restores:
+            model.restore_states(step.restores)
         started = self.graphs.start(step) or self._start(step)
+        if step.copies:
+            model.copy_states(step.copies)
         if model.defers_logits and (started.unscored or step.scored or step.num_pooled):
             return Pending(step, self._reported, [], None, None, finish=partial(self._finish_later, step, started))
         return self._finish(step, started)

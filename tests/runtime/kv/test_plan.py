@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from kinds import full_kind, window_kind
+from kinds import full_kind, recurrent_kind, window_kind
 
 from atom.errors import CapacityError
-from atom.runtime.kv.plan import plan_memory
+from atom.runtime.kv.plan import fit_slots, plan_memory
 from atom.runtime.types import StateKind, StepLimits
 
 FULL = full_kind(10)
@@ -45,3 +45,45 @@ def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
 def test_memory_too_small_for_any_sequence_names_only_the_knob() -> None:
     with pytest.raises(CapacityError, match=r"there are 79$"):
         plan([FULL], memory_bytes=79)
+
+
+STATE = recurrent_kind(500)
+
+
+def test_recurrent_state_takes_its_slots_and_a_tenth_of_the_rest_for_copies() -> None:
+    slots = 9 * 500  # of 8 sequences and of padding
+    assert plan([FULL, STATE], memory_bytes=slots + 15_500) == {"full": (15_500 - 1550) // 40, "state": 3}
+    assert plan([FULL, STATE], memory_bytes=slots + 5500) == {"full": (5500 - 1000) // 40, "state": 2}
+    assert plan([FULL, STATE], memory_bytes=slots + 15_500, state_memory=3000) == {"full": 12_500 // 40, "state": 6}
+    assert plan([FULL, STATE], num_blocks=1124) == {"full": 1125, "state": 10}  # a tenth of 50,000 bytes
+
+
+def test_a_model_of_recurrent_state_has_copies_in_all_of_its_pool() -> None:
+    assert plan([STATE], memory_bytes=9 * 500 + 5500) == {"state": 11}
+
+
+def test_states_that_have_no_room_are_refused_with_what_to_lower() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan([FULL, STATE], memory_bytes=5400)
+    assert str(error.value) == (
+        "the recurrent states of serve.max_num_seqs=8 sequences take 4500 bytes, and copies of them 1000, "
+        "there are 5400 or lower serve.max_num_seqs"
+    )
+    with pytest.raises(CapacityError, match=r"takes 1040 bytes, there are 6000 or lower serve.max_model_len to"):
+        plan([FULL, STATE], memory_bytes=6000)
+
+
+def test_as_many_sequences_run_as_have_room_for_their_state() -> None:
+    """The shapes of Qwen3.5-35B-A3B (30 states of 2 MiB and 48 KiB) and of a 27B model (48 of 3 MiB and 60 KiB)."""
+    sizes = 30 * (2 << 20) + 30 * (48 << 10), 48 * (3 << 20) + 48 * (60 << 10)
+    lefts = 127 * 10**9 - 70 * 10**9, 127 * 10**9 - 54 * 10**9  # of 141 GB at 0.9, after weights in bf16
+    bytes_per_token = 20 << 10, 64 << 10
+    for size, left, per_token, num_tokens in zip(sizes, lefts, bytes_per_token, (1_200_000, 400_000), strict=True):
+        kinds = [StateKind("full", FULL.rule, 16 * per_token, 16), StateKind("state", STATE.rule, size, 16)]
+        assert fit_slots(kinds, 512, left) == 256
+        blocks = plan_memory(kinds, 16, StepLimits(256, 16384, 32768), memory_bytes=left)
+        assert blocks["full"] * 16 > num_tokens
+        assert blocks["state"] * size <= (left - 257 * size) * 0.1
+    assert fit_slots(kinds, 100, left) == 100
+    assert fit_slots([FULL], 512, 1) == 512
+    assert [fit_slots([STATE], 512, size) for size in (0, 910, 911 * 2, 911 * 3, 10**9)] == [1, 1, 1, 2, 512]

@@ -1,0 +1,234 @@
+"""Models whose layers have recurrent state, from a checkpoint's folder to tokens, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from probe import assert_logits
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import CapacityError, UnsupportedError
+
+pytestmark = pytest.mark.early
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=64)
+NAMES = [*tiny.RECURRENT]
+# a variant of each kind of state; what is not of one kind only is quick of two of them
+EVENTFUL = ["lfm2", "qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear"))]
+LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *EVENTFUL[2:]]
+
+Open = Callable[..., LLMEngine]
+
+
+def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
+    for answer, prompt in zip(answers, prompts, strict=True):
+        tiny.assert_greedy(answer, prompt, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [*((name, 1) for name in NAMES), *(pytest.param(name, 0, marks=pytest.mark.slow) for name in NAMES)],
+)
+def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
+    engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
+    assert_logits(engine, tiny.prompt(100), model)
+    assert engine.metrics.scheduler.num_chunks > 0
+    prompt = tiny.prompt(40, seed=1)
+    assert_greedy(engine.generate([prompt], LONG), [prompt], model)
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("chunk", [1, 4, 5, 7, 64])
+def test_chunks_of_mixed_lengths_change_nothing(name: str, chunk: int, open_engine: Open, references: Any):
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 3, 15, 16, 17, 2, 61, 33)]
+    engine = open_engine(name, max_num_batched_tokens=chunk, block_size=4, enable_prefix_caching=chunk != 7)
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert engine.metrics.scheduler.num_chunks > 10 or chunk == 64
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_a_hit_begins_at_a_copy_of_the_state(name: str, open_engine: Open, references: Any):
+    engine = open_engine(name, block_size=4)
+    shared = tiny.prompt(37)
+    prompts = [shared, shared, [*shared[:21], *tiny.prompt(9, seed=1)], [*shared[:21], *tiny.prompt(9, seed=2)]]
+    hits = []
+    for prompt in prompts:
+        before = engine.metrics.scheduler.num_prefix_hit_tokens
+        assert_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
+        hits.append(engine.metrics.scheduler.num_prefix_hit_tokens - before)
+    assert hits == [0, 36, 0, 20], "the KV of the third one matched further than any state, so it left one there"
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_a_state_that_was_evicted_is_computed_again(name: str, open_engine: Open, references: Any):
+    size = state_bytes(open_engine(name))
+    engine = open_engine(name, block_size=4, state_memory=9 * size)  # 8 copies
+    prompts = [tiny.prompt(30, seed=seed) for seed in range(5)]
+    for batch in (prompts, prompts[::-1]):  # the least recently used ones were evicted
+        assert_greedy(engine.generate(batch, GREEDY), batch, references(name))
+    assert 0 < engine.metrics.scheduler.num_prefix_hit_tokens < 5 * 28
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_hundred_preemptions_change_nothing(name: str, open_engine: Open, references: Any):
+    engine = open_engine(name, num_kvcache_blocks=24, block_size=4, max_model_len=94, max_num_seqs=6)
+    prompts = [tiny.prompt(9 + seed % 5, seed=seed) for seed in range(54)]
+    assert_greedy(engine.generate(prompts, LONG), prompts, references(name))
+    assert engine.metrics.scheduler.num_preemptions > 100
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references: Any):
+    engine = open_engine(name, num_kvcache_blocks=16, block_size=4, max_model_len=60, swap_space=1 << 20)
+    engine._engine.scheduler.cache.costs = None  # loading always pays
+    talks = [tiny.prompt(16, seed=seed) for seed in range(8)]
+    for turn in range(3):
+        answers = engine.generate(talks, replace(GREEDY, max_tokens=6))
+        assert_greedy(answers, talks, references(name))
+        talks = [
+            [*talk, *answer["token_ids"], *tiny.prompt(7, seed=turn)]
+            for talk, answer in zip(talks, answers, strict=True)
+        ]
+    stats = engine.metrics.scheduler
+    assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0 and stats.num_host_hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_states_survive_a_restart_in_files(name: str, open_engine: Open, references: Any, tmp_path: Path):
+    fields = {"num_kvcache_blocks": 24, "block_size": 4, "max_model_len": 60, "swap_space": 1 << 20}
+    prompts = [tiny.prompt(40, seed=seed) for seed in range(4)]
+    for number in range(2):
+        engine = open_engine(name, kv_cache_dir=str(tmp_path / "kv"), **fields)
+        engine._engine.scheduler.cache.costs = None
+        assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+        hits = engine.metrics.scheduler.num_host_hit_tokens
+        engine.close()
+        assert hits == 0 if number == 0 else hits >= 3 * 36
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_siblings_begin_with_the_state_of_their_prompt(name: str, prefix_caching: bool, open_engine: Open):
+    engine = open_engine(name, enable_prefix_caching=prefix_caching, block_size=4)
+    params = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=12, ignore_eos=True)
+    answers = engine.generate([tiny.prompt(18)], params)
+    stats = engine.metrics.scheduler
+    assert (stats.num_prefix_hit_tokens, stats.num_forked_tokens) == ((48, 0) if prefix_caching else (0, 48))
+    (lone,) = open_engine(name).generate([tiny.prompt(18)], replace(params, n=1, seed=13))
+    assert lone["token_ids"] == answers[2]["token_ids"], "sibling i is the request of seed + i"
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_from_the_second_turn_on_nine_tenths_of_a_conversation_are_cached(name: str, tmp_path: Path):
+    """Of what is cached of a model without recurrent state."""
+    cached: dict[str, list[int]] = {}
+    for model in (name, "llama"):
+        tiny.save_changed(model, tmp_path / model, max_position_embeddings=2048)
+        engine = LLMEngine(model=str(tmp_path / model), level=1, kv_cache_memory=1 << 26)
+        talk: list[int] = []
+        cached[model] = []
+        for turn in range(5):
+            talk += tiny.prompt(60 + 37 * turn, seed=turn)
+            before = engine.metrics.scheduler.num_prefix_hit_tokens
+            (answer,) = engine.generate([talk], replace(GREEDY, max_tokens=90 + 40 * turn))
+            cached[model].append(engine.metrics.scheduler.num_prefix_hit_tokens - before)
+            talk += answer["token_ids"]
+        engine.close()
+    assert min(cached["llama"][1:]) > 128
+    for turn, (own, other) in enumerate(zip(cached[name], cached["llama"], strict=True)):
+        assert own >= 0.9 * other, f"turn {turn}: {cached}"
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_states_are_forgotten_over_a_sleep(name: str, open_engine: Open, references: Any):
+    engine = open_engine(name, enable_sleep_mode=True, block_size=4)
+    prompts = [tiny.prompt(30), tiny.prompt(17, seed=1)]
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    engine.sleep(level=2)
+    engine.wake_up()
+    before = engine.metrics.scheduler.num_prefix_hit_tokens
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert engine.metrics.scheduler.num_prefix_hit_tokens == before
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_after_a_step_that_ran_out_of_memory_rows_go_back_to_a_copy(
+    name: str, open_engine: Open, references: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = open_engine(name, block_size=4)
+    prompts = [tiny.prompt(30), tiny.prompt(17, seed=1)]
+    model, steps = engine._engine.runner.model, []
+    score_of = type(model)._compute
+
+    def fail_once(self: Any, inputs: Any) -> Any:  # after the body has written over states
+        computed = score_of(self, inputs)
+        steps.append(computed)
+        if len(steps) == 3:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
+        return computed
+
+    monkeypatch.setattr(type(model), "_compute", fail_once)
+    ids = engine.add_request(prompts, GREEDY)
+    ended: list[Any] = []
+    num_failed = 0
+    while not engine.is_finished():
+        try:
+            ended += engine.step()
+        except CapacityError:
+            num_failed += 1
+    assert num_failed == 1 and engine.metrics.scheduler.num_preemptions == 2
+    answers = {sequence.request_id: {"token_ids": sequence.output} for sequence in ended}
+    assert_greedy([answers[id] for id in ids], prompts, references(name))
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_a_request_at_fault_ends_and_no_other(
+    name: str, open_engine: Open, references: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = open_engine(name, block_size=4)
+    model, num_failed = engine._engine.runner.model, []
+    mix = type(model).mix
+
+    def fail(self: Any, shape: Any, packed: Any) -> Any:
+        computed = mix(self, shape, packed)
+        if (computed.inputs.tokens == 100).any():
+            num_failed.append(shape)
+            raise ValueError("a token that fails")
+        return computed
+
+    monkeypatch.setattr(type(model), "mix", fail)
+    prompts = [tiny.prompt(20 + seed, seed=seed) for seed in range(5)]
+    prompts = [[min(token, 99) for token in prompt] for prompt in prompts]
+    prompts[3][2] = 100
+    answers = engine.generate(prompts, GREEDY)
+    assert [answer["finish_reason"] for answer in answers] == ["max_tokens"] * 3 + ["error", "max_tokens"]
+    others = [number for number in range(5) if number != 3]
+    assert_greedy([answers[number] for number in others], [prompts[number] for number in others], references(name))
+    assert len(num_failed) <= 3
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_drafts_are_refused(name: str, open_engine: Open):
+    with pytest.raises(UnsupportedError, match=r"serve.method=ngram: the model has recurrent state"):
+        open_engine(name, method="ngram")
+
+
+def test_as_many_sequences_run_as_have_room_for_their_state(open_engine: Open, references: Any):
+    size = state_bytes(open_engine("lfm2"))
+    engine = open_engine("lfm2", max_num_seqs=64, kv_cache_memory=20 * size, max_model_len=16)
+    assert engine._engine.scheduler.limits.max_num_seqs == 8
+    prompts = [tiny.prompt(9, seed=seed) for seed in range(11)]
+    answers = engine.generate(prompts, replace(GREEDY, max_tokens=7))
+    assert_greedy(answers, prompts, references("lfm2"))
+
+
+def state_bytes(engine: LLMEngine) -> int:
+    """Bytes of the state of a sequence."""
+    (pool,) = [pool for pool in engine._engine.scheduler.cache.pools if pool.kind.rule.in_slot]
+    return pool.kind.block_bytes

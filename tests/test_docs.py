@@ -55,6 +55,7 @@ LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))  # whose commands are those o
 LONG = {"sweeps", "parallel", "quantization", "benchmarks"}  # whose commands take the longest
 COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")
 GROUPS = {"model", "job", "serve"}
+MODULES = {"my_passes": ("clipped_silu",), "my_states": ("smooth", "batched_smooth")}  # of extend.md, and their ops
 STAND_INS = {  # for names in capitals, for plugins, which are not installed, and for what is only the part of a command
     "job.stage=NAME": ["job.stage=semantic"],
     "job.graph=FILE": ["job.graph=saved.py"],
@@ -164,8 +165,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
     (own_format,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tool-calls.md").read_text(), re.DOTALL)
     (here / "weather.yaml").write_text(own_format)
-    (module,) = re.findall(r"```python\n# my_passes.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
-    (here / "my_passes.py").write_text(module)
+    for name in MODULES:
+        (module,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
+        (here / f"{name}.py").write_text(module)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "questions.jsonl").write_text('{"id": 7, "prompt": "Why?"}\n')
     (here / "keys.txt").write_text("sesame\n")
@@ -189,8 +191,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
     monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
     yield here
-    sys.modules.pop("my_passes", None)
-    OPS.pop("clipped_silu", None)
+    for name, own in MODULES.items():
+        sys.modules.pop(name, None)
+        for each in own:
+            OPS.pop(each, None)
 
 
 def start(config: Config, report: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:

@@ -98,7 +98,7 @@ VLLM_REFUSED = {
     "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "kv-cache-dtype-skip-layers",
     "no KV leaves its engine; leave it out": """
         kv-transfer-config kv-events-config kv-sharing-fast-prefill""",
-    "models with such a state are not supported; leave it out": """
+    "recurrent state is in fp32, and serve.state_memory and serve.state_interval set its copies; leave it out": """
         mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-backend mamba-cache-mode
         mamba-cache-philox-rounds enable-mamba-cache-stochastic-rounding mamba-ssu-algorithm
         enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache use-replayssm replayssm-buffer-len
@@ -178,7 +178,7 @@ ROCM_REFUSED = {  # those of November 2026 that vLLM has not
     "a sequence's KV is not divided; leave it out": "dcp-config",
     "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "index-cache-dtype",
     "attention takes the tokens of a step at once: write --max-num-batched-tokens": "attn-prefill-chunk-size",
-    "models with such a state are not supported; leave it out": """
+    "set the tokens between copies of the state: --set serve.state_interval=64": """
         state-checkpoint-interval-tokens state-checkpoint-demand""",
     "prompts and decodes share a step: write --max-num-batched-tokens, which bounds both": """
         enable-rapidserve disagg-prefill-max-num-seqs disagg-constrained""",

@@ -1,4 +1,4 @@
-"""Lower ops with recurrent state to those of a step's sequences, which know their slots.
+"""Lower ops with recurrent state to those of a batch.
 
     c = causal_conv(x, STATE("0", …), w)    ->    c = batched_causal_conv(x, STATE("0", …), batch, w)
 

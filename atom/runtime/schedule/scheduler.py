@@ -265,7 +265,7 @@ class Scheduler:
         """Take back the newest plan, whose step did not take place: its rows may be planned again.
 
         A step that failed may have written over recurrent state: its rows begin again, after the last copy of it, and
-        half of them at a time until the one at fault is alone.
+        half of them at a time until a step has only the one at fault.
         """
         if not self.cache.can_repeat:
             self._suspects |= dict.fromkeys(row.sequence for row in plan.rows if row.sequence.finish_reason is None)

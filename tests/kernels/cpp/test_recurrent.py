@@ -81,7 +81,7 @@ def test_it_leaves_the_states_of_the_reference(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_sequence_leaves_all_states_alone_and_gives_zeros(name: str):
+def test_no_sequence_changes_no_state_and_gives_zeros(name: str):
     case = make_case(name, 3)
     slots = torch.ones_like(case.zeros).repeat(2, *[1] * case.zeros.dim())
     for values in (case.values, tuple(each[:0] for each in case.values)):

@@ -150,6 +150,17 @@ def test_a_conversation_goes_on_after_its_answer() -> None:
     assert second.num_cached == 32  # of 35 tokens, the last copy each 8
 
 
+def test_a_copy_that_was_planned_for_a_dropped_step_is_given_back() -> None:
+    cache = Served(num_copies=2).cache
+    sequence = Sequence("long", list(range(30)), SamplingParams())
+    assert cache.match_prefix(sequence) == 0
+    assert [cache.allocate(sequence, stop) for stop in (8, 12)] == [8, 12]  # the step up to 8 is not planned
+    sequence.num_computed = 12
+    cache.commit(sequence)
+    assert cache.match_prefix(Sequence("short", list(range(10)), SamplingParams())) == 0
+    assert cache.match_prefix(Sequence("longer", list(range(14)), SamplingParams())) == 12
+
+
 def test_where_prompts_part_the_third_one_finds_a_state() -> None:
     served = Served(max_step=64)
     shared = list(range(21))

@@ -1,8 +1,8 @@
 """Compile all our kernels with the oldest and the newest Triton allowed.
 
-The first variant of each kernel goes through the front end of both, to Triton's IR, and with one of them on to a cubin;
-the others go through the front end of one, or with --to-end all to cubins of both. A kernel that no recorded launch
-reaches is an error, too.
+The first variant of each kernel goes through the front end of both, to Triton's IR, and if it is in Gluon with one of
+them on to a cubin; the others go through the front end of one, or with --to-end all to cubins of both. A kernel that no
+recorded launch reaches is an error, too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def record(arch: str, folder: Path, is_thorough: bool = False) -> tuple[list[Lau
     import kernel_launches
 
     kernel_launches.use_gpu(arch)
-    launches = kernel_launches.record_launches(arch, folder)
+    launches = kernel_launches.record_launches(arch, folder, is_thorough)
     # those in Gluon, and some that give them their inputs, are Hopper's
     missing = kernel_launches.find_kernels() - {each.kernel for each in launches} if arch == "sm_90" else set()
     return kernel_launches.pick_launches(launches, is_thorough), sorted(missing)
@@ -143,16 +143,18 @@ def compile_all(
 
 
 def share_tasks(launches: Sequence[Launch], num_tritons: int, is_to_end: bool = False) -> list[list[Task]]:
-    """What each Triton compiles: the first variant of each kernel, to the end in turns, and in turns the others.
+    """What each Triton compiles: the first variant of each kernel, and in turns the others.
 
+    Those in Gluon, whose layouts meet the hardware's rules only in the end, one of them compiles to the end.
     is_to_end: each compiles all variants, to the end
     """
     if is_to_end:
         return [[(each, True) for each in launches]] * num_tritons
     firsts = [*{each.kernel: at for at, each in reversed([*enumerate(launches)])}.values()]
+    gluon = [at for at in firsts if ".hopper." in launches[at].kernel]
     others = [at for at in range(len(launches)) if at not in firsts]
     return [
-        [(launches[at], at in firsts[number::num_tritons]) for at in [*firsts, *others[number::num_tritons]]]
+        [(launches[at], at in gluon[number::num_tritons]) for at in [*firsts, *others[number::num_tritons]]]
         for number in range(num_tritons)
     ]
 

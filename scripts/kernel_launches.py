@@ -58,6 +58,7 @@ STORED = ("awq_int4[1, 128]", "int4[1, 32]", "int8[1, 128]", "ct_nvfp4", "q4_1")
 K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
 ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of matmuls: one for each power of 2, and many
 WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all else that is optional
+ALIKE = ("deepseek_v3", "glm_4_5_air", "gpt_oss_120b", "kimi_k2", "qwen3_32b")  # others' launches, in other sizes
 MAX_TOKENS = 3000  # of a step
 TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
 MATMULS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")  # of the vendor's library, which a CPU has not or not so
@@ -251,11 +252,14 @@ def _make_on_meta(type: Any, layout: str | None) -> Any:
     return weight if layout is None else shuffle(weight, layout)
 
 
-def record_launches(arch: str, folder: Path) -> list[Launch]:
-    """The launches of all models and calls, recorded in processes. folder: for the code of pieces, which stays there"""
+def record_launches(arch: str, folder: Path, is_thorough: bool = False) -> list[Launch]:
+    """The launches of models and calls, recorded in processes.
+
+    folder: for the code of pieces, which stays there. is_thorough: of all models, not only one of those that are alike
+    """
     from atom.runtime.step import runner  # noqa: F401 before processes are forked, and after `use_gpu`
 
-    tasks = [(walk_and_multiply, (*each, arch, folder / str(at))) for at, each in enumerate(models(arch))]
+    tasks = [(walk_and_multiply, (*each, arch, folder / str(at))) for at, each in enumerate(models(arch, is_thorough))]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         running = [pool.submit(record, call, *args) for call, args in (*tasks, (call_the_rest, (arch,)))]
         found: dict[Any, Launch] = {}
@@ -292,10 +296,10 @@ def formats() -> list[str]:
     return [each for each in found if each not in ("auto", "none")]
 
 
-def models(arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def models(arch: str, is_thorough: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names in tests/configs, with the fields of their configurations."""
     for path in sorted(CONFIGS.glob("*.json")):
-        if "eagle" not in path.name:  # a draft model
+        if "eagle" not in path.name and (is_thorough or path.stem not in ALIKE):  # eagle: a draft model
             yield path.stem, {}
     for name, fmt in itertools.product(WALKED, formats()):
         yield name, {"quant.fmt": fmt}
@@ -635,7 +639,8 @@ def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
 def pick_launches(launches: Iterable[Launch], is_thorough: bool = False) -> list[Launch]:
     """Of each kernel, launches that have all values of each constexpr and option, and types of each argument.
 
-    Of sizes there is one for each power of 2 that divides them. is_thorough: all sets of tiles in all formats, too
+    Numbers above 8 are sizes, of which any will do. is_thorough: of sizes one for each power of 2 that divides them,
+    and all sets of tiles in all formats
     """
     by_kernel: dict[str, list[Launch]] = {}
     for each in launches:
@@ -650,7 +655,8 @@ def _pick(launches: Sequence[Launch], is_thorough: bool) -> Iterator[Launch]:
         values = {name: _reduce(value) if name in constant else _type(value) for name, value in each.args.items()}
         is_size = {name: name in constant and isinstance(each.args[name], int) for name in values}
         together = [name for name in values if TILES.match(name) or not is_size[name]] if is_thorough else []
-        left.append(({*values.items(), *each.options.items(), tuple((name, values[name]) for name in together)}, each))
+        kept = {item for item in values.items() if is_thorough or not is_size[item[0]] or each.args[item[0]] <= 8}
+        left.append(({*kept, *each.options.items(), tuple((name, values[name]) for name in together)}, each))
     missing = set[Any]().union(*(values for values, _ in left))
     while missing:
         values, best = max(left, key=lambda each: len(each[0] & missing))

@@ -395,7 +395,7 @@ def test_a_rank_that_cannot_read_its_messages_ends_and_says_why():
     with closing(Ranks([channel], [b"a"])) as ranks:
         ranks.wait()
         channel.send(b"\xc1")  # no msgpack
-        assert "rank 1: DecodeError: MessagePack data is malformed" in str(ranks.await_fault(60))
+        assert "rank 1: DecodeError: " in str(ranks.await_fault(60))
 
 
 def test_a_rank_of_which_nothing_can_be_read_ends_all():

@@ -152,7 +152,7 @@ def test_vllms_speculative_config_is_our_fields():
             "--speculative-config: there is no such field metod (did you mean method?) (known: ",
         ),
         ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size (known: method, "),
-        ("{", "--speculative-config={ is no JSON (Expecting property name"),
+        ("{", "--speculative-config={ is no JSON ("),
         ("[1]", "--speculative-config=[1] is no JSON object"),
     ],
 )

@@ -98,7 +98,7 @@ def test_only_an_operator_may_and_only_what_there_is(server: str):
     for path, field in (("/sleep?level=3", "level"), ("/sleep?mode=later", "mode"), ("/wake_up?tags=graphs", "tags.0")):
         refused = ask(server, "POST", path)
         assert (refused.status, refused.json["error"]["param"]) == (400, field.partition(".")[0])
-        assert refused.json["error"]["message"].startswith(f"{field}: Input should be")
+        assert refused.json["error"]["message"].startswith(f"{field}: ")
     assert not is_sleeping(server)
 
 

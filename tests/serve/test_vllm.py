@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from fastapi.exceptions import RequestValidationError
 from generated import check_block
+from library_words import UNKNOWN_FIELD
 from pydantic import BaseModel
 from serve.http.test_middleware import all_routes
 from serve.vllm_names import FIELDS, MODELS, ROCM_FIELDS, ROCM_ROUTES, ROUTES, STRUCTURED_OUTPUTS
@@ -38,9 +39,6 @@ OURS: dict[str, type[BaseModel]] = {
 }
 
 
-BARE = "Extra inputs are not permitted"
-
-
 def message_of(model: type[BaseModel], field: str) -> str:
     """What is said of a field of a body, or of a field of a field; empty if nothing is wrong with it."""
     outer, _, inner = field.partition(".")
@@ -54,7 +52,7 @@ def message_of(model: type[BaseModel], field: str) -> str:
 
 def is_bare(model: type[BaseModel], field: str) -> bool:
     """Whether a field is refused as one that nobody has heard of: with no word more than a name that is like it."""
-    return message_of(model, field).partition(" (did you mean")[0] == BARE
+    return message_of(model, field).partition(" (did you mean")[0] == UNKNOWN_FIELD
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -87,7 +85,7 @@ def test_every_field_of_structured_outputs_is_taken_or_refused_with_what_works_i
     ],
 )  # fmt: skip
 def test_a_refused_field_says_what_to_use_instead(path: str, field: str, hint: str):
-    assert message_of(OURS[path], field) == f"{BARE}; {hint}"
+    assert message_of(OURS[path], field) == f"{UNKNOWN_FIELD}; {hint}"
 
 
 @pytest.fixture(scope="module")

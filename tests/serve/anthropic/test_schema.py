@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from library_words import MISSING_FIELD, UNKNOWN_FIELD
 from pydantic import ValidationError
 
 from atom.serve.anthropic.schema import CountRequest, HostedTool, MessagesRequest, MessageTool
@@ -73,8 +74,8 @@ def test_what_cannot_be_served_is_refused_where_it_stands(change: dict[str, Any]
 
 
 def test_max_tokens_is_for_an_answer_and_not_for_counting():
-    assert ("max_tokens", "Field required") in faults({"model": "m", "messages": LEAST["messages"]})
-    assert faults(LEAST, CountRequest) == [("max_tokens", "Extra inputs are not permitted")]
+    assert ("max_tokens", MISSING_FIELD) in faults({"model": "m", "messages": LEAST["messages"]})
+    assert faults(LEAST, CountRequest) == [("max_tokens", UNKNOWN_FIELD)]
 
 
 def test_what_the_sdks_own_blocks_have_besides_their_content_is_taken():

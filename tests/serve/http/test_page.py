@@ -260,7 +260,7 @@ def test_a_refusal_is_shown_and_the_message_comes_back(server: Server, visit: Op
     page = opened.page
     opened.set(Temperature=-1)
     opened.send("Hello")
-    expect(page.get_by_role("alert")).to_have_text("temperature: Input should be greater than or equal to 0 (400)")
+    expect(page.get_by_role("alert")).to_have_text(re.compile(r"^temperature: .* \(400\)$"))
     box = page.get_by_role("textbox", name="Message")
     expect(box).to_have_value("Hello")
     opened.set(Temperature=0, Max_tokens=3)

@@ -209,7 +209,10 @@ def place_of_file(item: pytest.Item) -> tuple[int, Path]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow."""
+    """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow.
+
+    Under Triton's interpreter all but four cases of any test are.
+    """
     items.sort(key=lambda item: (item.get_closest_marker("early") is None, place_of_file(item)))
     if not torch.cuda.is_available():
         for item in items:
@@ -217,17 +220,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
     cases: dict[tuple[str, bool, bool], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            name, is_gpu = item.nodeid.split("[")[0], item.get_closest_marker("gpu") is not None
-            cases.setdefault((name, is_gpu, "interpreter" in item.nodeid), []).append(item)
-    for of_test in cases.values():
+        name, is_gpu = item.nodeid.split("[")[0], item.get_closest_marker("gpu") is not None
+        cases.setdefault((name, is_gpu, "interpreter" in item.nodeid), []).append(item)
+    for (_, is_gpu, is_interpreted), of_test in cases.items():
         mark = of_test[0].get_closest_marker("sampled")
-        assert mark is not None
-        (every,), is_gpu = mark.args, of_test[0].get_closest_marker("gpu") is not None
-        every = mark.kwargs.get("gpu", every) if is_gpu else every
+        every = 1 if mark is None else mark.kwargs.get("gpu", mark.args[0]) if is_gpu else mark.args[0]
+        num_quick = min(ceil(len(of_test) / every), 4 if is_interpreted else len(of_test))
         # those that run have all kinds of values, and are the same each time
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
-        for item in of_test[ceil(len(of_test) / every) :]:
+        for item in of_test[num_quick:]:
             item.add_marker("slow")
 
 

@@ -263,6 +263,7 @@ def test_a_backend_that_is_none_is_named(install: Callable[[], Path], old: str, 
         find_backend("mine")
 
 
+@pytest.mark.slow
 def test_ranks_find_the_pass_and_the_op_of_a_user(module: Path, checkpoints: Callable[[str], Path]) -> None:
     folder = checkpoints("llama")
     engine = LLMEngine(

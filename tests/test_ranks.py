@@ -271,6 +271,7 @@ def test_a_rank_that_dies_ends_the_engine(name: str, divided: dict[str, int], pl
     assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "divided", "place"), LAYOUTS)
 def test_a_rank_that_is_stopped_ends_nothing_and_goes_on(
     name: str, divided: dict[str, int], place: int, open_engine: Open
@@ -298,6 +299,7 @@ def test_a_rank_that_neither_beats_nor_uses_the_cpu_ends_the_engine():
         assert str(ranks.await_fault(60)) == "rank 1 has neither answered nor used the CPU for 1 s"
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_with_the_lock_held_is_waited_for():
     with closing(Ranks([RankProcess(HELD)], [b"3.5"])) as ranks:
         ranks.limit_silence(2.0)

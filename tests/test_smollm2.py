@@ -114,6 +114,7 @@ def allocations_of_a_step(engine: LLMEngine) -> list[int]:
     return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 
+@pytest.mark.slow
 def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     engine = LLMEngine(dtype="bf16", level=1, max_model_len=512, kv_cache_memory=1 << 28)
     weights = 2 * 134_515_008

@@ -124,7 +124,7 @@ def assert_numbers_of_transformers(name: str, cache: Path, checkpoints: Any, ref
     engine.close()
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_pieces_give_the_logits_and_tokens_of_transformers(
     name: str, checkpoints: Any, references: Any, traced_code: None, tmp_path: Path

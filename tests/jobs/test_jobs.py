@@ -300,6 +300,7 @@ def test_dummy_biases_do_not_choose_the_experts(checkpoints: Any):
     assert 0 < torch.cat(biases).std() < 0.001
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Path):
     command = [
         sys.executable,

@@ -56,6 +56,7 @@ def test_a_wrong_kernel_is_named_with_the_one_in_its_place(checkpoints: Any, com
     assert result["bisect"]["line"] == "with reference.rms_norm in place of torch they agree"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["passes", "kernels"])
 def test_where_nothing_helps_the_line_says_so(checkpoints: Any, compared: Any, kind: str):
     wrong = "level=1 model.norm.eps=1e-2"

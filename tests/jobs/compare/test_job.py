@@ -29,16 +29,19 @@ def assert_agree(result: dict[str, Any], num_values: int) -> None:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unharmed_model_agrees_with_transformers(checkpoints: Any, compared: Any, name: str):
     assert_agree(compared(checkpoints(name), "job.b=transformers"), 39)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_level_1_agrees_with_level_0(checkpoints: Any, compared: Any, name: str):
     assert_agree(compared(checkpoints(name), "job.b=level=1"), 30)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_level_1_agrees_with_level_0_in_bf16(checkpoints: Any, compared: Any, name: str):
     result = compared(checkpoints(name), "job.b=level=1", "dtype=bf16")
@@ -68,6 +71,7 @@ def test_a_side_without_a_level_runs_at_1(checkpoints: Any):
     assert [(side.config.level, side.shown) for side in sides] == [(1, "as it is, level 1"), (2, "level=2")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_ranks_agree_with_one(checkpoints: Any, compared: Any, name: str):
     result = compared(checkpoints(name), "job.b='level=1 parallel=tp2'")
@@ -174,6 +178,7 @@ def test_an_architecture_that_transformers_lacks_is_one_line(run: Any, checkpoin
     assert "job.b=transformers: no prompt can be compared: " in line and "`brand_new`" in line
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_each_choice(checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
     monkeypatch.chdir(tmp_path)
     fields = [f"checkpoint={checkpoints('llama')}", "dtype=fp32", "level=0", "serve.kv_cache_memory=4194304", PROMPT]

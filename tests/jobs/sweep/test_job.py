@@ -105,6 +105,7 @@ def test_a_job_may_end_with_a_code_that_is_no_signals(tmp_path: Path, monkeypatc
     assert (result.code, result.error) == (255, "no memory")
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_its_sweep(checkpoints: Any, tmp_path: Path):
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", "sampling.ignore_eos=true", "sampling.max_tokens=100000"]
     argv += ["prompts=[[1]]", "serve.kv_cache_memory=67108864"]

@@ -136,6 +136,7 @@ assert torch.equal(embedding(torch.tensor([79, 0]), laid_out), weight[[79, 0]])
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_weights_stay_plain_and_a_line_says_so():
     environment = {**os.environ, "PATH": "/nowhere"}
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 MEASURE = """
 import torch
 from atom.kernels.torch.linear import pack, packed_linear
@@ -22,6 +24,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_matmuls_of_ever_new_numbers_of_rows_take_no_more_memory():
     grown = int(subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True).stdout)
     assert grown < 48 << 20  # 10 MB; 120 MB where each is kept

@@ -503,6 +503,7 @@ def test_questions_are_answered_with_few_modules_imported(argv: list[str], limit
     assert has_torch == "False" and int(num_modules) < limit  # 162 and 562; torch has 1,500
 
 
+@pytest.mark.slow
 def test_answers_to_prompts_wait_for_no_server_to_be_imported():
     program = "import sys, atom.jobs.generate; print([name for name in ('fastapi', 'uvicorn') if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -191,6 +191,7 @@ def assert_ends_within(engine: LLMEngine, prompt: list[int], answer: list[int], 
     assert engine.metrics.scheduler.num_overrun > 0
 
 
+@pytest.mark.slow
 def test_ranks_and_groups_accept_alike(thread_ranks: list[ThreadRanks], open_engine: Open):
     every = prompts(4)
     expected, counts = tokens_of(open_engine("qwen3_moe"), PARAMS[:4], every), []

@@ -86,6 +86,7 @@ def test_a_server_that_dies_is_reported_and_leaves_what_is_done(
     assert "tiny_tp1_isl16_osl4_conc2.json: benchmark_serving ended with 1" in err
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_does_not_end_the_others(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -95,6 +96,7 @@ def test_a_measurement_that_fails_does_not_end_the_others(
     assert list((tmp_path / "results").glob("*.json")) == []
 
 
+@pytest.mark.slow
 def test_a_result_with_failed_requests_is_reported_and_measured_again(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

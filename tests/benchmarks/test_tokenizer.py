@@ -39,6 +39,7 @@ def test_a_limit_in_the_file_does_not_cut_texts(tokenizer_folder: Path, tmp_path
     assert len(load_tokenizer(str(tmp_path)).encode("it was the best of times")) > 4
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded(tokenizer_folder: Path):
     program = (
         "import sys; from atom.benchmarks.tokenizer import load_tokenizer as load;"

@@ -90,6 +90,7 @@ def test_a_command_answers_and_says_what_was_wrong_once(checkpoints: Any, tmp_pa
     assert [line for line in bad.stderr.splitlines() if "nosuch" in line] == bad.stderr.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "flags"),

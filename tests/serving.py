@@ -210,7 +210,7 @@ def is_alive(pid: int) -> bool:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses where a process listens."""
+    """The addresses where a process listens; none once it has ended."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -219,7 +219,13 @@ def listening(pid: int) -> set[tuple[str, int]]:
             continue
     found = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        try:
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except FileNotFoundError:
+            if is_alive(pid):
+                raise
+            return set()
+        for line in lines:
             _, local, _, state, *rest = line.split()
             if rest[5] in inodes and (state == "0A" or table.startswith("udp")):
                 address, _, port = local.partition(":")

@@ -202,7 +202,13 @@ KDA = {
     "linear_head_dim": 10,
     "linear_num_heads": 3,
 }
-MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 10,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
 MAMBA_H = {
     "mamba_num_heads": 6,
     "mamba_head_dim": 7,
@@ -316,8 +322,13 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
     return model
 
 
+def as_float(item: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as transformers writes it."""
+    return float(item["__float__"]) if "__float__" in item else item
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    written = json.loads((folder / "config.json").read_text(), object_hook=from_json)
+    written = json.loads((folder / "config.json").read_text(), object_hook=as_float)
     made = getattr(transformers, written["architectures"][0])
     config = made.config_class(**{key: value for key, value in (written | changes).items() if key != "model_type"})
     model = made.from_pretrained(
@@ -327,11 +338,6 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
         if hasattr(module, "limit"):
             module.limit = written["swiglu_limit"]  # transformers 5.17 takes 7.0 whatever config.json has
     return model.eval()
-
-
-def from_json(value: dict[str, Any]) -> Any:
-    """A number that transformers 5 writes as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:

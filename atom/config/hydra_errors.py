@@ -113,9 +113,11 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
     parent, _, last = without_entries(schema, key).rpartition(".")
     inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in inside))
-    if any(at == f"{key.rpartition('.')[0]}.NAME." for at, _ in blocks(schema)):
+    mapping, _, name = key.rpartition(".")
+    if any(at == f"{mapping}.NAME." for at, _ in blocks(schema)):
         return ConfigError(f"{key}: there is no such block; a model file adds one")
-    if not siblings:
+    is_entry = not name.isdecimal() and without_entries(schema, key) == without_entries(schema, mapping)
+    if not siblings or is_entry:
         return ConfigError(f"{key}: there is no such key; +{key}=… adds one to a mapping")
     elsewhere = {name.rpartition(".")[2]: name for name in reversed(known) if not name.startswith("model.")}
     if not did_you_mean(last, siblings) and (near := difflib.get_close_matches(last, elsewhere, 1, 0.8)):

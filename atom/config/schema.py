@@ -101,9 +101,7 @@ class AttentionConfig:
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
-    gate: str = one_of(
-        "none", "query"
-    )  # gqa; query: role q_gate, by head next to q in one tensor; the output times its sigmoid
+    gate: str = one_of("none", "query")  # gqa; query: stored after each head's queries, its sigmoid weights the output
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
@@ -314,7 +312,9 @@ class ModelConfig:
         layer, listed, pattern = self.layer_like(layer), self.layer_types, self.layer_pattern
         if layer >= self.layers:
             return None
-        return listed[layer] if listed is not None else pattern[layer % len(pattern)] if pattern else None
+        if listed is not None:
+            return listed[layer] if layer < len(listed) else None
+        return pattern[layer % len(pattern)] if pattern else None
 
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""

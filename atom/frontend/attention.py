@@ -29,11 +29,11 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     model = writer.model
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
-    is_gated = attention.gate == "query"
-    by_head = heads if attention.qkv_by_head or is_gated else 1
-    q, k, v, *gate = writer.linears(
-        h, rows | ({"q_gate": heads * dim} if is_gated else {}), attention.bias, layer, by_head
-    )
+    if attention.gate == "query":  # one stored tensor has queries and gates of the first head, then of the next
+        q, gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
+        k, v = writer.linears(h, rows, attention.bias, layer)
+    else:
+        q, k, v = writer.linears(h, rows, attention.bias, layer, heads if attention.qkv_by_head else 1)
     if attention.clip is not None:
         clipped = zip((q, k, v), "qkv", strict=True)
         q, k, v = (writer.call(ops.clamp, x, limit=attention.clip, name=name) for x, name in clipped)
@@ -64,8 +64,8 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         softcap=attention.softcap, name="a",
     )  # fmt: skip
     a = writer.call(ops.merge_heads, a, name="a")
-    for each in gate:
-        a = writer.call(ops.mul, a, writer.call(ops.activate, each, kind="sigmoid", name="q_gate"), name="a")
+    if attention.gate == "query":
+        a = writer.call(ops.mul, a, writer.call(ops.activate, gate, kind="sigmoid", name="gate"), name="a")
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
 
 

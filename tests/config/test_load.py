@@ -154,8 +154,9 @@ def test_an_unknown_architecture_names_the_nearest_and_the_page_with_all(write: 
         f"docs/checkpoints.md lists all {num}, docs/add-a-model.md shows how to write a YAML file for another, "
         "model=NAME takes a file as it is"
     )
-    assert refused("Qwen3NextForCausalLM") == (
-        f"the architecture Qwen3NextForCausalLM; the nearest known ones are Qwen3ForCausalLM, Qwen3MoeForCausalLM; {ways}"
+    assert refused("Qwen3NewForCausalLM") == (
+        "the architecture Qwen3NewForCausalLM; the nearest known ones are "
+        f"Qwen3NextForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM; {ways}"
     )
     assert refused("XForCausalLM") == f"the architecture XForCausalLM; {ways}"
     assert refused() == f"no architecture in its config.json; {ways}"
@@ -853,6 +854,10 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "moe_num_experts": 8,
     "moe_k": 2,
     "moe_topk": [2, 2, 2],
+    "num_experts_per_token": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 4,
 }
 
 
@@ -913,6 +918,8 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "granite": ("granite", None),
     "granitemoe": ("granite", None),
     "granitemoeshared": ("granite", None),
+    "granitemoehybrid": ("tagged_json", None),
+    "kimi_linear": ("kimi_k2", None),
     "hunyuan_dense": (None, "think"),
     "hunyuan_moe": (None, "think"),
     "kimi_k2": ("kimi_k2", "think"),
@@ -926,7 +933,10 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "qwen2": ("tagged_json", "think"),
     "qwen2_moe": ("tagged_json", "think"),
     "qwen3": ("tagged_json", "think"),
+    "qwen3_5": ("qwen3_coder", "think"),
+    "qwen3_5_moe": ("qwen3_coder", "think"),
     "qwen3_moe": ("tagged_json", "think"),
+    "qwen3_next": ("tagged_json", "think"),
     "qwen3_vl_moe": ("tagged_json", "think"),
     "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),

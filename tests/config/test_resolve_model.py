@@ -62,6 +62,12 @@ def test_blocks_are_completed_as_attention_and_mlp_are(load_own: Load):
     assert replace(model, branches={"mlp": ["small"]}).attentions == [model.attention, small]
 
 
+def test_layers_after_the_body_have_no_type_unless_they_are_like_one_of_it(load_own: Load):
+    model = load_own(BLOCKS, "model.layer_types=[mlp,mlp,mlp,mlp,conv]", "model.mtp_layers=1")
+    assert (model.layer_type(5), model.branches_of(5)) == (None, ["attention", "mlp"])
+    assert replace(model, mtp_like=4).layer_type(5) == "conv"
+
+
 def test_listed_types_come_before_a_pattern(load_own: Load):
     model = load_own(BLOCKS, "model.layer_types=[mlp,mlp,conv,mlp,mlp]")
     assert [len(model.branches_of(layer)) for layer in range(5)] == [1, 1, 2, 1, 1]

@@ -63,6 +63,29 @@ def deepseek_v3(**changes: Any) -> dict[str, Any]:
     return COMMON | MLA | EXPERTS | named | changes
 
 
+def lfm2(**changes: Any) -> dict[str, Any]:
+    """Two layers: a short convolution, and attention."""
+    named = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "conv_L_cache": 3, "norm_eps": 1e-6,
+             "head_dim": 64, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}  # fmt: skip
+    return COMMON | named | changes
+
+
+def qwen3_5(**changes: Any) -> dict[str, Any]:
+    """Two layers: a gated delta rule, and gated attention."""
+    named = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 4,
+             "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+             "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    return COMMON | named | changes
+
+
+def nemotron_h(**changes: Any) -> dict[str, Any]:
+    """Three layers: Mamba-2, an mlp, and attention."""
+    named = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 3,
+             "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 16,
+             "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2, "mlp_hidden_act": "relu2"}  # fmt: skip
+    return COMMON | named | changes
+
+
 def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loudness: float = 1.0) -> Path:
     """Write config.json and random weights to a new folder. loudness: of what layers add to the embedding
 

@@ -40,7 +40,10 @@ from scripts.smoke_models import (  # noqa: E402
     add_tokenizer,
     deepseek_v3,
     gpt_oss,
+    lfm2,
+    nemotron_h,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     write_adapter,
     write_checkpoint,
@@ -362,6 +365,31 @@ def windows(session: Session) -> str:
     return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release, bounds=ROUTED))
 
 
+def recurrent(session: Session, config: dict[str, Any]) -> str:
+    def check_copies(engine: LLMEngine) -> None:
+        """An equal prompt begins with a copy of the state of the first one, and gives the same answer."""
+        stats, prompt = engine.metrics.scheduler, draw_prompt(100, 7, 512)
+        first, second = (engine.generate([prompt], GREEDY)[0]["token_ids"] for _ in range(2))
+        hits = engine.metrics.scheduler.num_prefix_hit_tokens - stats.num_prefix_hit_tokens
+        assert hits == 96, f"{hits} tokens of 100 were found"
+        assert first == second, f"from a copy of the state {second}, without {first}"
+
+    fields = {"max_num_batched_tokens": 64, "max_model_len": 512, "state_memory": 1 << 26}
+    return session.compare(Check(session.write(config), (70,), fields=fields, event=check_copies))
+
+
+def short_convolution(session: Session) -> str:
+    return recurrent(session, lfm2())
+
+
+def delta_rule(session: Session) -> str:
+    return recurrent(session, qwen3_5())
+
+
+def mamba(session: Session) -> str:
+    return recurrent(session, nemotron_h())
+
+
 def check_drafts(engine: LLMEngine) -> None:
     stats = engine.metrics.scheduler
     assert stats.num_prefix_hit_tokens > 0, "what follows drafted answers was computed without their KV"
@@ -472,6 +500,9 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "latents": latents,
     "fp8-kv": fp8_kv,
     "windows": windows,
+    "short-convolution": short_convolution,
+    "delta-rule": delta_rule,
+    "mamba": mamba,
     "ngram": ngram,
     "mtp": mtp,
     "lora": lora,

@@ -174,7 +174,7 @@ def check_branches(model: ModelConfig) -> None:
 
 
 def check_layer_types(config: Config) -> None:
-    """Check that each layer has a type that is known, and that no more layers have one."""
+    """Check that each layer has a type, and that all types are known."""
     model = config.model
     for at, types in (("model.layer_types", model.layer_types), ("model.layer_pattern", model.layer_pattern)):
         for kind in types or ():
@@ -183,10 +183,6 @@ def check_layer_types(config: Config) -> None:
                 raise UnsupportedError(f"{at}: layer type {kind} is not supported (supported: {supported})")
     if model.layer_types is not None:
         check_count(model.layer_types, model.layers, "model.layer_types")
-        stored = config.hf.get("num_hidden_layers")  # of which model.layers may keep a part
-        most = max(model.layers, stored) + model.mtp_layers if isinstance(stored, int) else None
-        if most is not None and len(model.layer_types) > most:
-            raise ConfigError(f"model.layer_types names {len(model.layer_types)} layers, the model has {most}")
 
 
 def check_count(listed: Sequence[object], num_layers: int, at: str) -> None:

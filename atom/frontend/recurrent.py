@@ -80,7 +80,10 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
     y = writer.call(ops.mul, y, writer.call(ops.activate, z, kind="silu", name="z"), name="y")
     weight, eps = writer.weight("mamba_norm", (inner,), layer), writer.model.norm.eps
-    y = writer.call(ops.group_rms_norm, y, weight, eps=eps, groups=groups, name="y")
+    if groups == 1:
+        y = writer.call(ops.rms_norm, y, weight, eps=eps, name="y")
+    else:
+        y = writer.call(ops.group_rms_norm, y, weight, eps=eps, groups=groups, name="y")
     return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
 
 

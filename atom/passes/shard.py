@@ -12,6 +12,12 @@ add up to it. A linear of a whole value divides its outputs where attention or a
 is partial, and is summed where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped
 queries: a kv head is copied if ranks are more.)
 
+Other ops say themselves what they divide, see `Op.heads`: those of recurrent layers. Columns that a linear computes for
+several values are divided value by value:
+
+    m = linear(h, W("m", bf16[96, 64]))             m = linear(h, cat([share(slice(W("m", …), 0, 64), "tensor", 2), …]))
+    x, b = split(m, sizes=[64, 32])           ->    x, b = split(m, sizes=[32, 16])
+
 All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts only:
 
     y = experts(h, weights, ids, …)           ->    rows, row_weights, row_ids = gather_tokens(h, weights, ids, …)
@@ -24,8 +30,9 @@ If context.dispatches, `dispatch` and `collect` take the places of the two colle
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch.fx import Node
@@ -46,6 +53,7 @@ from atom.graph import (
     Share,
     Stack,
     ops,
+    recipes,
 )
 from atom.graph.formats import block_size, parse_format, with_block
 from atom.graph.graph import call_of, rename, results_of
@@ -67,8 +75,28 @@ class Divided:
     copies: int = 1
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Values side by side, each in equal parts."""
+
+    parts: tuple[tuple[int, Divided], ...]  # of each value, the columns of all ranks
+
+    @property
+    def copies(self) -> int:
+        return min(state.copies for _, state in self.parts)
+
+    def split(self, sizes: Iterable[int]) -> Iterator[Divided | Joined]:
+        """The states of some values side by side, of this many columns each."""
+        parts = iter(self.parts)
+        for size in sizes:
+            own = [next(parts)]
+            while sum(columns for columns, _ in own) < size:
+                own.append(next(parts))
+            yield own[0][1] if len(own) == 1 else Joined(tuple(own))
+
+
 WHOLE, PARTIAL = "whole", "partial"
-State = str | Divided
+State = str | Divided | Joined
 Handler = Callable[["_Writer", Node], None]
 
 
@@ -116,7 +144,7 @@ class _Writer:
             self._keep(node, self._made.input(node.name, node.meta["type"]), WHOLE)
         handlers = HANDLERS if self._mesh.tensor > 1 else {ops.experts: _Writer.experts}
         for node in self._program.nodes:
-            handlers.get(node.target, _Writer.copy)(self, node)
+            handlers.get(node.target, _Writer.copy if self._mesh.tensor == 1 else _Writer.by_head)(self, node)
         self._made.output(*map(self.whole, self._program.results))
         return rename(self._made, self._names())
 
@@ -168,12 +196,13 @@ class _Writer:
             size = node.meta["type"].shape[-1]
             logits = self._made.call(ops.all_gather, part, axis="tensor", size=size, name=node.name)
             return self._keep(node, logits, WHOLE)
-        reader = _reader(node)
-        if reader is None:
+        parts = _parts(node)
+        if parts is None:
             return self.copy(node)
-        copies = 1 if reader is ops.linear else self._copies(reader.kwargs["heads"], weight)
-        own = self._share(weight, copies=copies), *(each and self._share(each, copies=copies) for each in bias)
-        return self._call(node, ops.linear, self.whole(x), *own, state=Divided(copies))
+        joined = Joined(tuple((columns, Divided(self._copies(heads, weight))) for columns, heads in parts))
+        state = joined.parts[0][1] if len(parts) == 1 else joined
+        own = tuple(each and self._share_as(state, each) for each in (weight, *bias))
+        return self._call(node, ops.linear, self.whole(x), *own, state=state)
 
     def norm(self, node: Node) -> None:
         x, weight, *bias = node.args
@@ -190,13 +219,49 @@ class _Writer:
         own = self._share(weight, copies=state.copies)
         return self._call(node, ops.scale_by_rms, value, squares, own, columns=columns, state=state)
 
-    def split_heads(self, node: Node) -> None:
+    def split(self, node: Node) -> None:
         x = node.args[0]
         state = self._state(x)
-        if not isinstance(state, Divided):
+        if not isinstance(state, Joined):
+            return self.element_by_element(node)
+        results, states = results_of(node), [*state.split(node.kwargs["sizes"])]
+        sizes = [self._size(int(each.meta["type"].shape[1]), own) for each, own in zip(results, states, strict=True)]
+        self._call(node, ops.split, self._value(x), sizes=sizes, state=state)
+        self._states |= dict(zip(results, states, strict=True))
+        return None
+
+    def by_head(self, node: Node) -> None:
+        """A call of which each rank computes its heads, if the op says where these are."""
+        dims, parameters = node.target.heads, node.target.signature.parameters
+        named = [(dims.get(name), arg) for name, arg in zip(parameters, node.args, strict=False)]
+        states = [self._state(arg) for dim, arg in named if dim is not None and isinstance(arg, Node)]
+        divided = [state for state in states if isinstance(state, Divided | Joined)]
+        if not divided:
             return self.copy(node)
-        heads = node.kwargs["heads"] * state.copies // self._mesh.tensor
-        return self._call(node, ops.split_heads, self._value(x), heads=heads, state=state)
+        if len(divided) < len(states):
+            raise UnsupportedError(f"{node.name}: some of what it reads is divided among ranks, and some is not")
+        state = min(divided, key=lambda each: each.copies)
+        args = [self.whole(arg) if dim is None else self._of_heads(arg, dim, state) for dim, arg in named]
+        counts = {name: self._count(node, name, state) for name, dim in dims.items() if dim is None}
+        return self._call(node, node.target, *args, state=state, **counts)
+
+    def _of_heads(self, arg: Any, dim: int, state: Divided | Joined) -> Any:
+        """A rank's part of an argument whose heads are divided as this state says."""
+        if arg is None or isinstance(arg, Node):
+            return self._value(arg)
+        if not isinstance(arg, recipes.State):
+            return self._share_as(state, arg, dim)
+        heads = int(arg.type.shape[dim])
+        if state.copies > 1:
+            raise UnsupportedError(f"{arg.name}: {heads} heads cannot be divided among {self._mesh.tensor} ranks")
+        return replace(arg, type=arg.type.with_size(dim, self._size(heads, state)))
+
+    def _count(self, node: Node, name: str, state: Divided | Joined) -> int:
+        """An attribute that counts heads, on one rank."""
+        ranks, whole = self._mesh.tensor, int(node.kwargs[name])
+        if whole * state.copies % ranks:
+            raise UnsupportedError(f"{node.name}: {whole} {name} cannot be divided among {ranks} ranks")
+        return whole * state.copies // ranks
 
     def attention(self, node: Node) -> None:
         q, k, v, cache, *more = node.args
@@ -305,13 +370,37 @@ class _Writer:
             self._unpacked = []
         return made
 
-    def _copies(self, heads: int, weight: Recipe) -> int:
-        """The number of ranks that have the same heads, of this many heads."""
+    def _copies(self, heads: int | None, weight: Recipe) -> int:
+        """The number of ranks that have the same heads, of this many heads; None: columns of no heads."""
         ranks = self._mesh.tensor
+        if heads is None:
+            return 1
         if heads % ranks and ranks % heads:
             name = next(leaf.name for leaf in leaves(weight))
             raise UnsupportedError(f"{name}: {heads} heads cannot be divided among {ranks} ranks")
         return max(ranks // heads, 1)
+
+    def _size(self, size: int, state: Divided | Joined) -> int:
+        """How much of a dim a rank has."""
+        if isinstance(state, Divided):
+            return -(-size * state.copies // self._mesh.tensor)
+        return sum(self._size(*part) for part in state.parts)
+
+    def _share_as(self, state: Divided | Joined, recipe: Recipe, dim: int = 0) -> Recipe:
+        """A rank's part of a dim that is divided as a value's columns are."""
+        if isinstance(state, Divided):
+            return self._share(recipe, dim=dim, copies=state.copies)
+        if recipe.type.fmt is not None:
+            step = math.gcd(*(self._size(*part) for part in state.parts))
+            own = _refined(recipe, dim, step)
+            if own.type.fmt is None:
+                self._unpacked.append(f"no parts of {step} in dim {dim} of {recipe.type.fmt}")
+            recipe = own
+        ends = accumulate(columns for columns, _ in state.parts)
+        return cat(tuple(
+            self._share(narrow(recipe, end - columns, end, dim), dim=dim, copies=each.copies)
+            for end, (columns, each) in zip(ends, state.parts, strict=True)
+        ), dim)  # fmt: skip
 
     def _share(self, recipe: Recipe, axis: str = "tensor", dim: int = 0, copies: int = 1) -> Recipe:
         ranks = self._mesh.size(axis)
@@ -354,34 +443,57 @@ def _regrouped(recipe: Recipe, fmt: str) -> Recipe:
     return Regroup(recipe, fmt)
 
 
-def _reader(value: Node, is_wide: bool = False) -> Any:
-    """What takes a linear's outputs part by part: the call that splits them into heads, or `linear`, of an mlp's width.
+Part = tuple[int, int | None]  # columns of a value, and the heads in them; None: they divide as they are
 
-    None if it needs all of them on each rank.
+
+def _parts(value: Node, is_wide: bool = False) -> tuple[Part, ...] | None:
+    """The parts of a linear's outputs that are divided each by itself: all, unless a `split` follows.
+
+    None if what reads them needs all on each rank.
 
     is_wide: they went through an activation or a linear.
     """
-    found = {_find_reader(user, value, is_wide) for user in value.users}
+    found = {_find_parts(user, value, is_wide) for user in value.users}
     return found.pop() if len(found) == 1 else None
 
 
-def _find_reader(user: Node, value: Node, is_wide: bool) -> Any:
+def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | None:
+    shape = value.meta["type"].shape
     if user.target is ops.linear:
-        return ops.linear if is_wide else None
+        return ((shape[-1], None),) if is_wide else None
     if user.target in (ops.activate, ops.xielu, ops.mul):
-        return _reader(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
+        return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
-        return _reader(user, is_wide)
-    return user if user.target is ops.split_heads and _is_by_head(user) else None
+        return _parts(user, is_wide)
+    if user.target is ops.split:
+        each = [_parts(result, is_wide) for result in results_of(user)]
+        return tuple(part for parts in each for part in parts or ()) if all(each) else None
+    if user.target is ops.split_heads:
+        return ((shape[-1], user.kwargs["heads"]),) if _is_by_head(user) else None
+    if not _divides(user, value):
+        return None
+    return _parts(user, True) if user.meta["type"].shape == shape else ((shape[-1], shape[1]),)
+
+
+def _divides(user: Node, value: Node) -> bool:
+    """Whether a call of an op that says where its heads are has some in dim 1 of the value."""
+    if user.op == "output":
+        return False
+    names = (name for name, arg in zip(user.target.signature.parameters, user.args, strict=False) if arg is value)
+    return all(user.target.heads.get(name) == 1 for name in names)
 
 
 def _is_by_head(value: Node) -> bool:
-    """Whether attention reads a value [T, N, D] head by head."""
+    """Whether a value [T, N, D] is read head by head."""
     for user in value.users:
-        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split):
+        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split, ops.activate, ops.mul):
             is_so = all(map(_is_by_head, results_of(user)))
-        else:  # of latent attention, the latent and the key that all heads share are whole
-            is_so = user.target is ops.attention or (user.target is ops.mla_attention and value in user.args[:2])
+        elif user.target is ops.merge_heads:
+            is_so = _parts(user, True) is not None
+        elif user.target is ops.mla_attention:  # the latent and the key that all heads share are whole
+            is_so = value in user.args[:2]
+        else:
+            is_so = user.target is ops.attention or _divides(user, value)
         if not is_so:
             return False
     return True
@@ -392,7 +504,6 @@ HANDLERS: dict[Any, Handler] = {
     ops.linear: _Writer.linear,
     ops.rms_norm: _Writer.norm,
     ops.layer_norm: _Writer.norm,
-    ops.split_heads: _Writer.split_heads,
     ops.attention: _Writer.attention,
     ops.mla_attention: _Writer.mla_attention,
     ops.mul: _Writer.mul,
@@ -402,7 +513,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.clamp: _Writer.element_by_element,
     ops.activate: _Writer.element_by_element,
     ops.xielu: _Writer.element_by_element,
-    ops.split: _Writer.element_by_element,
+    ops.split: _Writer.split,
     ops.rope: _Writer.element_by_element,
     ops.merge_heads: _Writer.element_by_element,
 }

@@ -18,7 +18,7 @@ FP8 = "fp8_e4m3"  # the dtype whose numbers have a scale
 FP8_MAX = 448.0
 
 
-@op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))
+@op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)), heads={"x": 1, "heads": None})
 def split_heads(x: Tensor, *, heads: int) -> Tensor:
     """x [T, N * D] -> a view [T, N, D]"""
     *rows, width = x.shape

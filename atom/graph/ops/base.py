@@ -11,8 +11,8 @@ OPS["linear"].weight                           # 1: which argument is its weight
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from atom.graph.types import Dim, Type, need
@@ -31,6 +31,7 @@ class Op:
     signature: inspect.Signature
     is_collective: bool = False  # its body takes a list of all ranks' tensors, and gives what each of them gets
     lowered: Op | None = None  # of a semantic op with recurrent state: the op of a batch that takes its place
+    heads: Mapping[str, int | None] = field(default_factory=dict)  # see `op`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
@@ -51,16 +52,19 @@ OPS: dict[str, Op] = {}
 
 def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, level: str | None = None, state: bool = False,
-    weight: int | tuple[int, ...] = (), collective: bool = False,
+    weight: int | tuple[int, ...] = (), collective: bool = False, heads: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
     """Make an op from a reference body and a shape rule.
 
     weight: which argument is one, see `Op.weights`.
+    heads: of an op that computes heads or channels apart, by parameter, the dim that has them, which ranks divide; None
+        of an attribute that counts them. The result has them in dim 1.
     """
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)
-        made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body), collective)
+        made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body), collective,
+                  heads=heads or {})  # fmt: skip
         OPS[made.name] = made
         return made
 

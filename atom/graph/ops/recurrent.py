@@ -1,6 +1,6 @@
 """Ops whose state each token writes over, and the short convolution.
 
-@recurrent(lambda x, state, *, by: x)
+@recurrent(lambda x, state, *, by: x, heads={"x": 1, "state": 0})    # ranks have channels of their own
 def decayed_sum(x, state, *, by):       # of one sequence: values of its tokens, its state, weights -> out, new state
     ...
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from atom.graph.types import Type, need
 Infer = Callable[..., Type | tuple[Type, ...]]
 
 
-def recurrent(infer: Infer) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]:
+def recurrent(
+    infer: Infer, *, heads: Mapping[str, int | None] | None = None
+) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]:
     """Make two ops of what a recurrence does with one sequence: NAME of a whole one, batched_NAME of a step's.
 
     The parameters of the body are values of tokens [T, …], then `state`, then weights. It gives what the op gives and
@@ -37,6 +39,7 @@ def recurrent(infer: Infer) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]
     batch; a sequence that begins has a state of zeros.
 
     infer: the shape rule; of the state it gets the `State` of the text
+    heads: see `op`; None: each rank computes all of it
     """
 
     def register(body: Callable[..., tuple[Any, Tensor]]) -> Op:
@@ -65,7 +68,7 @@ def recurrent(infer: Infer) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]
         batched.__module__ = whole.__module__ = body.__module__
         whole.__doc__, batched.__doc__ = body.__doc__, f"`{name}` of a batch, whose slots have states [slots + 1, …]."
         lowered = Op(f"batched_{name}", batched, infer_batched, LOWERED, True, (), batched_signature)
-        semantic = Op(name, whole, infer_whole, SEMANTIC, False, (), signature, lowered=lowered)
+        semantic = Op(name, whole, infer_whole, SEMANTIC, False, (), signature, lowered=lowered, heads=heads or {})
         OPS[name], OPS[lowered.name] = semantic, lowered
         return semantic
 
@@ -103,7 +106,7 @@ def _causal_conv(x: Type, state: State, weight: Type, bias: Type | None = None, 
     return x
 
 
-@recurrent(_causal_conv)
+@recurrent(_causal_conv, heads={"x": 1, "state": 1, "weight": 0, "bias": 0})
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *,
                 kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A convolution over the last K tokens, channel by channel, then an activation, in float32.

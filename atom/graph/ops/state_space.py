@@ -27,7 +27,7 @@ def _time_step(dt: Type, bias: Type | None = None, *, low: float = 0.0, high: fl
     return Type("fp32", dt.shape)
 
 
-@op(_time_step)
+@op(_time_step, heads={"dt": 1, "bias": 0})
 def time_step(dt: Tensor, bias: Tensor | None = None, *, low: float = 0.0, high: float | None = None) -> Tensor:
     """dt [T, C], bias [C] -> fp32[T, C]: softplus(dt + bias), from low to high (Gu & Dao 2023)"""
     raw = dt.float() if bias is None else dt.float() + bias.float()
@@ -42,7 +42,7 @@ def _ssm_decay(a: Type, a_log: Type, bias: Type, *, floor: float | None = None) 
     return Type("fp32", a.shape)
 
 
-@op(_ssm_decay)
+@op(_ssm_decay, heads={"a": 1, "a_log": 0, "bias": 0})
 def ssm_decay(a: Tensor, a_log: Tensor, bias: Tensor, *, floor: float | None = None) -> Tensor:
     """a [T, N * K], a_log [N], bias [N * K] -> fp32[T, N * K], the logarithm of a decay: -exp(a_log) softplus(a + bias)
 
@@ -64,7 +64,7 @@ def _ssd(x: Type, dt: Type, b: Type, c: Type, state: State, a_log: Type, d: Type
     return x
 
 
-@recurrent(_ssd)
+@recurrent(_ssd, heads={"x": 1, "dt": 1, "b": 1, "c": 1, "state": 0, "a_log": 0, "d": 0})
 def ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a_log: Tensor,
         d: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba-2's state space model (Dao & Gu 2024), token by token in float32.
@@ -93,7 +93,7 @@ def _selective_scan(x: Type, dt: Type, b: Type, c: Type, state: State, a_log: Ty
     return x
 
 
-@recurrent(_selective_scan)
+@recurrent(_selective_scan, heads={"x": 1, "dt": 1, "state": 0, "a_log": 0, "d": 0})
 def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a_log: Tensor,
                    d: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba's selective scan (Gu & Dao 2023), token by token in float32.
@@ -116,7 +116,7 @@ def _group_rms_norm(x: Type, weight: Type, *, eps: float, groups: int) -> Type:
     return x
 
 
-@op(_group_rms_norm)
+@op(_group_rms_norm, heads={"x": 1, "weight": 0, "groups": None})
 def group_rms_norm(x: Tensor, weight: Tensor, *, eps: float, groups: int) -> Tensor:
     """x [..., H], weight [H] -> [..., H]: `rms_norm` of each of the groups of columns, all of the same width"""
     parts = x.view(*x.shape[:-1], groups, -1)

@@ -176,7 +176,7 @@ def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
 
 def cuts_blocks(recipe: Slice) -> bool:
     """Whether a slice of a packed weight is no slice of its parts."""
-    if is_scaled_as_one(recipe.part.type, recipe.dim):
+    if recipe.part.type.fmt is None or is_scaled_as_one(recipe.part.type, recipe.dim):
         return False
     has_gaps = recipe.step > 1 and block_of(recipe.part.type)[recipe.dim] > 1
     return has_gaps or not is_of_blocks(recipe.part, recipe.start, recipe.stop, recipe.dim)

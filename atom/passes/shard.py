@@ -187,7 +187,10 @@ class _Writer:
 
     def linear(self, node: Node) -> None:
         x, weight, *bias = node.args
-        if isinstance(self._state(x), Divided):
+        if isinstance(state := self._state(x), Divided):
+            if state.copies > 1:
+                heads = self._mesh.tensor // state.copies
+                raise UnsupportedError(f"{x.name}: {heads} heads cannot be divided among {self._mesh.tensor} ranks")
             own = self._share(weight, dim=1), *(each and Once(each, "tensor") for each in bias)
             return self._call(node, ops.linear, self._value(x), *own, state=PARTIAL)
         if weight in self._tables and _is_logits(node):
@@ -200,9 +203,9 @@ class _Writer:
         if parts is None:
             return self.copy(node)
         joined = Joined(tuple((columns, Divided(self._copies(heads, weight))) for columns, heads in parts))
-        state = joined.parts[0][1] if len(parts) == 1 else joined
-        own = tuple(each and self._share_as(state, each) for each in (weight, *bias))
-        return self._call(node, ops.linear, self.whole(x), *own, state=state)
+        made = joined.parts[0][1] if len(parts) == 1 else joined
+        own = tuple(each and self._share_as(made, each) for each in (weight, *bias))
+        return self._call(node, ops.linear, self.whole(x), *own, state=made)
 
     def norm(self, node: Node) -> None:
         x, weight, *bias = node.args
@@ -251,10 +254,7 @@ class _Writer:
             return self._value(arg)
         if not isinstance(arg, recipes.State):
             return self._share_as(state, arg, dim)
-        heads = int(arg.type.shape[dim])
-        if state.copies > 1:
-            raise UnsupportedError(f"{arg.name}: {heads} heads cannot be divided among {self._mesh.tensor} ranks")
-        return replace(arg, type=arg.type.with_size(dim, self._size(heads, state)))
+        return replace(arg, type=arg.type.with_size(dim, self._size(int(arg.type.shape[dim]), state)))
 
     def _count(self, node: Node, name: str, state: Divided | Joined) -> int:
         """An attribute that counts heads, on one rank."""

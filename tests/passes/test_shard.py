@@ -11,13 +11,14 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
-from passes.cases import random_weight
+from passes.cases import random_weight, text_of
 
 from atom import weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config.checkpoint import open_for
 from atom.config.load import load
+from atom.errors import UnsupportedError
 from atom.graph import Graph, Mesh, interpret, interpret_ranks, ops, parse, show, verify
 from atom.kernels import Target
 from atom.passes.context import PassContext
@@ -64,6 +65,190 @@ def test_the_text_of_several_ranks_gives_the_logits_of_transformers(
     made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, Mesh(tiny.num_ranks(name)))
     assert_same_logits(made[0], tiny.logits(references(name), tokens))
     assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+# variants whose heads this many ranks divide, and what differs from the variants
+RECURRENT = [
+    ("lfm2_biases", 2, {}),
+    ("lfm2_moe", 3, {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("qwen3_next", 2, {}),
+    ("qwen3_5", 4, {"linear_num_value_heads": 4}),  # each key head on two ranks
+    ("qwen3_5", 3, {"num_attention_heads": 3, "num_key_value_heads": 1, "linear_num_key_heads": 1}),
+    ("olmo_hybrid", 2, {}),
+    ("kimi_linear", 2, {"linear_num_heads": 4}),
+    ("bamba", 2, {}),
+    ("granitemoehybrid_stacked", 2, {}),  # a norm over the heads of all ranks
+    ("nemotron_h", 3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("nemotron_h_stacked", 2, {}),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "ranks", "changes"), RECURRENT, ids=str)
+def test_recurrent_layers_are_divided_by_heads(name: str, ranks: int, changes: dict[str, Any], tmp_path: Path):
+    model = tiny.save_changed(name, tmp_path / name, **changes)
+    tokens, overrides = tiny.prompt(33), [f"checkpoint={tmp_path / name}", "dtype=fp32"]
+    made = logits_of_ranks(overrides, tokens, Mesh(ranks))
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    assert all(torch.equal(made[0], other) for other in made[1:])
+    config = load(overrides)
+    whole, own = semantic_graph(config).states(), sharded(semantic_graph(config), Mesh(ranks)).states()
+    matrices = [pair for pair in zip(whole, own, strict=True) if pair[0].rule.in_slot and len(pair[0].type.shape) == 3]
+    assert all(part.type.num_bytes * ranks == each.type.num_bytes for each, part in matrices)
+    assert len(matrices) > 0 or "lfm2" in name
+
+
+DELTA = """\
+def body(x: fp32[T, 8]):
+    qkv = linear(x, W("qkv", fp32[18, 8]))
+    beta = linear(x, W("beta", fp32[4, 8]))
+    a = linear(x, W("a", fp32[4, 8]))
+    conv = causal_conv(qkv, STATE("0", fp32[1, 18]), W("conv", fp32[18, 2]), kind="silu")
+    q, k, v = split(conv, sizes=[3, 3, 12])
+    q_1 = split_heads(q, heads=1)
+    k_1 = split_heads(k, heads=1)
+    v_1 = split_heads(v, heads=4)
+    beta_1 = activate(beta, kind="sigmoid")
+    decay = ssm_decay(a, W("a_log", fp32[4]), W("bias", fp32[4]))
+    o = gated_delta(q_1, k_1, v_1, decay, beta_1, STATE("0", fp32[4, 3, 3]), scale=0.5, normalize=True)
+    o_1 = rms_norm(o, W("norm", fp32[3]), eps=1e-06)
+    o_2 = merge_heads(o_1)
+    out = linear(o_2, W("out", fp32[8, 12]))
+    return out
+"""
+
+DELTA_OF_A_RANK = """\
+def body(x: fp32[T, 8]):
+    qkv = linear(x, cat([share(slice(W("qkv", fp32[18, 8]), 0, 3), "tensor", 2, copies=2), share(slice(W("qkv", fp32[18, 8]), 3, 6), "tensor", 2, copies=2), share(slice(W("qkv", fp32[18, 8]), 6, 18), "tensor", 2)]))
+    beta = linear(x, share(W("beta", fp32[4, 8]), "tensor", 2))
+    a = linear(x, share(W("a", fp32[4, 8]), "tensor", 2))
+    conv = causal_conv(qkv, STATE("0", fp32[1, 12]), cat([share(slice(W("conv", fp32[18, 2]), 0, 3), "tensor", 2, copies=2), share(slice(W("conv", fp32[18, 2]), 3, 6), "tensor", 2, copies=2), share(slice(W("conv", fp32[18, 2]), 6, 18), "tensor", 2)]), kind="silu")
+    q, k, v = split(conv, sizes=[3, 3, 6])
+    q_1 = split_heads(q, heads=1)
+    k_1 = split_heads(k, heads=1)
+    v_1 = split_heads(v, heads=2)
+    beta_1 = activate(beta, kind="sigmoid")
+    decay = ssm_decay(a, share(W("a_log", fp32[4]), "tensor", 2), share(W("bias", fp32[4]), "tensor", 2))
+    o = gated_delta(q_1, k_1, v_1, decay, beta_1, STATE("0", fp32[2, 3, 3]), scale=0.5, normalize=True)
+    o_1 = rms_norm(o, W("norm", fp32[3]), eps=1e-06)
+    o_2 = merge_heads(o_1)
+    out_partial = linear(o_2, share(W("out", fp32[8, 12]), "tensor", 2, dim=1))
+    out = all_reduce(out_partial, axis="tensor")
+    return out
+"""
+
+SSD = """\
+def body(x: fp32[T, 8]):
+    zxd = linear(x, W("in", fp32[40, 8]))
+    z, xbc, dt = split(zxd, sizes=[12, 24, 4])
+    conv = causal_conv(xbc, STATE("0", fp32[1, 24]), W("conv", fp32[24, 2]), W("conv_bias", fp32[24]))
+    xs, b, c = split(conv, sizes=[12, 6, 6])
+    x_1 = split_heads(xs, heads=4)
+    b_1 = split_heads(b, heads=2)
+    c_1 = split_heads(c, heads=2)
+    dt_1 = time_step(dt, W("step", fp32[4]))
+    y = ssd(x_1, dt_1, b_1, c_1, STATE("0", fp32[4, 3, 3]), W("a_log", fp32[4]), W("skip", fp32[4]))
+    y_1 = merge_heads(y)
+    z_1 = activate(z, kind="silu")
+    y_2 = mul(y_1, z_1)
+    y_3 = group_rms_norm(y_2, W("norm", fp32[12]), eps=1e-06, groups=2)
+    out = linear(y_3, W("out", fp32[8, 12]), W("out_bias", fp32[8]))
+    return out
+"""
+
+SCAN = """\
+def body(x: fp32[T, 8]):
+    xz = linear(x, W("in", fp32[24, 8]))
+    x_1, z = split(xz, sizes=[12, 12])
+    conv = causal_conv(x_1, STATE("0", fp32[1, 12]), W("conv", fp32[12, 2]))
+    dt = linear(x, W("dt", fp32[12, 8]))
+    dt_1 = time_step(dt, W("step", fp32[12]))
+    b = linear(x, W("b", fp32[3, 8]))
+    c = linear(x, W("c", fp32[3, 8]))
+    y = selective_scan(conv, dt_1, b, c, STATE("0", fp32[12, 3]), W("a_log", fp32[12, 3]), W("skip", fp32[12]))
+    z_1 = activate(z, kind="silu")
+    y_1 = mul(y, z_1)
+    out = linear(y_1, W("out", fp32[8, 12]))
+    return out
+"""
+
+LIGHTNING = """\
+def body(x: fp32[T, 8]):
+    q = linear(x, W("q", fp32[12, 8]))
+    k = linear(x, W("k", fp32[12, 8]))
+    v = linear(x, W("v", fp32[8, 8]))
+    q_1 = split_heads(q, heads=4)
+    k_1 = split_heads(k, heads=4)
+    v_1 = split_heads(v, heads=4)
+    o = lightning(q_1, k_1, v_1, STATE("0", fp32[4, 3, 2]), W("slopes", fp32[4]))
+    o_1 = merge_heads(o)
+    out = linear(o_1, W("out", fp32[8, 8]))
+    return out
+"""
+
+
+def test_each_value_that_a_linear_computes_is_divided_by_itself():
+    assert text_of(sharded(parse(DELTA), Mesh(2))) == DELTA_OF_A_RANK.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [(DELTA, 2), (DELTA, 4), (SSD, 2), (SCAN, 2), (SCAN, 5), (LIGHTNING, 2), (LIGHTNING, 4)],
+    ids=["delta-2", "delta-4", "ssd-2", "scan-2", "scan-5", "lightning-2", "lightning-4"],
+)
+def test_ranks_with_heads_of_their_own_give_what_one_gives(text: str, ranks: int):
+    x, mesh = torch.randn(7, 8), Mesh(ranks)
+    graph = sharded(parse(text), mesh)
+    assert [state.type for state in graph.states()] != [state.type for state in parse(text).states()]
+    read = [lambda recipe, rank=rank: random_weight(localize(recipe, mesh.coordinates(rank))) for rank in range(ranks)]
+    expected = interpret(parse(text), "body", {"x": x}, random_weight)
+    for made in interpret_ranks([graph], "body", [{"x": x}] * ranks, read, mesh):
+        assert (made - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "reason"),
+    [
+        (DELTA, 3, "qkv: 4 heads cannot be divided among 3 ranks"),
+        (DELTA, 8, "o_2: 4 heads cannot be divided among 8 ranks"),
+        (
+            DELTA.replace('activate(beta, kind="sigmoid")', "softcap(beta, cap=2.0)"),
+            2,
+            "o: some of what it reads is divided among ranks, and some is not",
+        ),
+        (SSD, 4, "y_3: 2 groups cannot be divided among 4 ranks"),
+        (LIGHTNING, 3, "q: 4 heads cannot be divided among 3 ranks"),
+    ],
+    ids=["delta-3", "delta-8", "delta-whole", "ssd-4", "lightning-3"],
+)
+def test_heads_that_ranks_do_not_divide_are_refused(text: str, ranks: int, reason: str):
+    with pytest.raises(UnsupportedError, match=f"^{reason}$"):
+        sharded(parse(text), Mesh(ranks))
+
+
+def test_an_op_that_says_nothing_of_heads_is_computed_whole():
+    text = LIGHTNING.replace("lightning(q_1, k_1, v_1, ", "unlike(q_1, k_1, v_1, ")
+
+    @ops.recurrent(ops.lightning.infer)
+    def unlike(q: Any, k: Any, v: Any, state: Any, slopes: Any) -> Any:
+        raise NotImplementedError
+
+    try:
+        assert text_of(sharded(parse(text), Mesh(2))) == text.rstrip()
+    finally:
+        del ops.OPS["unlike"], ops.OPS["batched_unlike"]
+
+
+def test_rows_of_a_tensor_that_is_packed_while_it_loads_are_divided():
+    up = 'quantize(slice(W("both", fp32[128, 64]), 64, 128), "int8[1, 32]")'
+    text = f"""\
+def body(x: fp32[T, 64]):
+    up = linear(x, {up})
+    m = activate(up, kind="relu")
+    down = linear(m, W("down", fp32[8, 64]))
+    return down
+"""
+    assert f'share({up}, "tensor", 2)' in text_of(sharded(parse(text), Mesh(2)))
 
 
 MIXTURES = list(filter(tiny.is_mixture, tiny.VARIANTS))

@@ -98,6 +98,62 @@ def test_ranks_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
+EVEN_MAMBA = {"n_groups": 2}  # of nemotron_h, whose groups two ranks divide
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "changes"),
+    [
+        ("lfm2", 2, {}),
+        ("qwen3_5", 2, {}),
+        ("nemotron_h", 2, EVEN_MAMBA),
+        pytest.param("qwen3_5", 4, {"linear_num_value_heads": 4}, marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                name, 3, {"num_attention_heads": 3, "num_key_value_heads": 3, **changes}, marks=pytest.mark.slow
+            )
+            for name, changes in (("lfm2_moe", {}), ("qwen3_5", {"linear_num_key_heads": 3}), ("nemotron_h", {}))
+        ),
+    ],
+    ids=str,
+)
+def test_each_rank_has_its_heads_of_recurrent_state(
+    name: str, ranks: int, changes: dict[str, Any], thread_ranks: list[ThreadRanks], tmp_path: Path
+):
+    model, prompts, held = tiny.save_changed(name, tmp_path / name, **changes).eval(), eventful_prompts(), []
+    for divided in (1, ranks):
+        options = {"dtype": "fp32", "level": 1, "tensor_parallel_size": divided, "state_memory": 1 << 16, **EVENTFUL}
+        with closing(LLMEngine(str(tmp_path / name), **options)) as engine:
+            for batch in (prompts, prompts[::-1]):
+                for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
+                    tiny.assert_greedy(answer, prompt, model)
+            metrics, scheduler = engine.metrics.scheduler, engine._engine.scheduler
+            pools = (scheduler if divided == 1 else scheduler.groups[0]).cache.pools
+            held += [pool.kind.block_bytes for pool in pools if pool.kind.rule.in_slot]
+            assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0 and metrics.num_preemptions > 0
+    one, own = held
+    assert own * ranks == one or (ranks == 4 and own * 2 < one), "each key head is on two of four ranks"
+    assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("lfm2", {}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("qwen3_5", {}), ("nemotron_h", EVEN_MAMBA))),
+    ],
+)
+def test_processes_with_recurrent_state_give_what_one_gives(name: str, changes: dict[str, Any], tmp_path: Path):
+    tiny.save_changed(name, tmp_path / name, **changes)
+    prompts, params, found = eventful_prompts(), [GREEDY, SEEDED, SCORED], []
+    for ranks in (1, 2):
+        options = {"dtype": "fp32", "level": 1, "tensor_parallel_size": ranks, "state_memory": 1 << 16, **EVENTFUL}
+        with closing(LLMEngine(str(tmp_path / name), **options)) as engine:
+            assert len(rank_processes()) == ranks - 1
+            found.append(answer_during_an_abort(engine, prompts, params))
+    assert_same_answers(*found)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "fields"),
@@ -511,6 +567,8 @@ def test_ranks_answer_in_turn_and_get_all_messages():
     ("name", "fields", "error", "reason"),
     [
         ("llama", {"tensor_parallel_size": 3}, UnsupportedError, r"parallel.tensor=3 does not divide 4 heads with 2 of keys and values \(supported: 1, 2, 4"),
+        ("qwen3_next_stacked", {"tensor_parallel_size": 2}, UnsupportedError, r"parallel.tensor=2 does not divide 3 value heads with 3 of keys \(supported: 1, 3\)$"),
+        ("nemotron_h", {"tensor_parallel_size": 2}, UnsupportedError, r"parallel.tensor=2 does not divide 6 heads in groups of 2 \(supported: 1, 3\)$"),
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "tensor_parallel_size and parallel.tensor are the same option; give one"),
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "pipeline_parallel_size and parallel.pipeline are the same option"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atom.config.draft_methods import METHODS
 from atom.config.parallel import ENGINE_JOBS
-from atom.config.schema import MAX_RANKS, AttentionConfig, Config, ModelConfig
+from atom.config.schema import MAX_RANKS, AttentionConfig, Config, GatedDeltaConfig, Mamba2Config, ModelConfig
 from atom.devices import count_devices
 from atom.errors import ConfigError, UnsupportedError
 
@@ -15,16 +15,13 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     check_devices(config, device)
     check_pipeline(config, model)
     check_files(config)
-    for attention in model.attentions:
-        if divides_heads(ranks, attention):
+    for block in model.with_heads:
+        if divides_heads(ranks, block):
             continue
-        max_ranks = min(attention.heads, MAX_RANKS)  # config.json may state any number of heads
-        fitting = [each for each in range(1, max_ranks + 1) if divides_heads(each, attention)]
-        heads = f"{attention.heads} heads"
-        if attention.kind == "gqa":
-            heads += f" with {attention.kv_heads} of keys and values"
-        listed = ", ".join(map(str, fitting))
-        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads} (supported: {listed})")
+        heads, _, described = heads_of(block)
+        max_ranks = min(heads, MAX_RANKS)  # config.json may state any number of heads
+        listed = ", ".join(str(each) for each in range(1, max_ranks + 1) if divides_heads(each, block))
+        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {described} (supported: {listed})")
     if ranks * data % experts:
         of = "parallel.tensor" if data == 1 else "parallel.tensor * parallel.data"
         there = ", ".join(str(each) for each in range(1, ranks * data + 1) if ranks * data % each == 0)
@@ -112,7 +109,20 @@ def check_replicas(config: Config) -> None:
         raise ConfigError(f"{given}: job={kind} opens one model; leave it out, or write job=serve")
 
 
-def divides_heads(ranks: int, attention: AttentionConfig) -> bool:
-    """Whether ranks have equal parts of the heads; a head of keys and values may be on several."""
-    kv_heads = attention.kv_heads if attention.kind == "gqa" and attention.kv_heads else ranks
-    return attention.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+def divides_heads(ranks: int, block: AttentionConfig | GatedDeltaConfig | Mamba2Config) -> bool:
+    """Whether ranks have equal parts of the heads; what several heads share may be on several ranks."""
+    heads, shared, _ = heads_of(block)
+    if isinstance(block, Mamba2Config) and shared > 1:  # its norm takes a group of columns on one rank
+        return heads % ranks == shared % ranks == 0
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+
+def heads_of(block: AttentionConfig | GatedDeltaConfig | Mamba2Config) -> tuple[int, int, str]:
+    """The heads that ranks divide, those of keys and values or the groups which they share, and both in words."""
+    if isinstance(block, GatedDeltaConfig):
+        return block.value_heads, block.key_heads, f"{block.value_heads} value heads with {block.key_heads} of keys"
+    if isinstance(block, Mamba2Config):
+        return block.heads, block.groups, f"{block.heads} heads in groups of {block.heads // block.groups}"
+    if block.kind == "gqa" and block.kv_heads:
+        return block.heads, block.kv_heads, f"{block.heads} heads with {block.kv_heads} of keys and values"
+    return block.heads, block.heads, f"{block.heads} heads"

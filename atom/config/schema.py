@@ -332,6 +332,13 @@ class ModelConfig:
         return [self.attention, *(each for each in others if each is not None)]
 
     @property
+    def with_heads(self) -> list[AttentionConfig | GatedDeltaConfig | Mamba2Config]:
+        """What layers have whose heads ranks divide."""
+        others = [block.settings for block in self._blocks_of_layers()]
+        recurrent = [each for each in others if isinstance(each, GatedDeltaConfig | Mamba2Config)]
+        return [*self.attentions, *recurrent]
+
+    @property
     def mlps(self) -> list[MLPConfig]:
         """The mlps of all layers."""
         others = [block.mlp for block in self._blocks_of_layers()]

@@ -217,7 +217,7 @@ def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[d
 def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, Any]:
     mesh = mesh_of(config)
     try:
-        if not all(divides_heads(mesh.tensor, each) for each in config.model.attentions):
+        if not all(divides_heads(mesh.tensor, each) for each in config.model.with_heads):
             raise UnsupportedError(f"its heads cannot be divided among {mesh.tensor}")
         if mesh.experts > min((mlp.experts or 1 for mlp in config.model.mlps if mlp.kind == "moe"), default=1):
             raise UnsupportedError("a layer has fewer experts")

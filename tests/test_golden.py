@@ -60,6 +60,7 @@ RANKS = {
     "olmo2": Mesh(2),
     "qwen3_moe": Mesh(4, experts=4),
     "gemma2": Mesh(2),
+    "qwen3_5": Mesh(2),
 }
 
 

@@ -226,6 +226,25 @@ def test_heads_that_ranks_do_not_divide_are_refused(text: str, ranks: int, reaso
         sharded(parse(text), Mesh(ranks))
 
 
+def test_an_op_of_another_module_is_divided_as_it_says():
+    @ops.recurrent(lambda x, state: x, heads={"x": 1, "state": 1})
+    def unlike(x: Any, state: Any) -> Any:
+        raise NotImplementedError
+
+    text = """\
+def body(x: fp32[T, 8]):
+    gate = linear(x, W("gate", fp32[12, 8]))
+    s = unlike(gate, STATE("0", fp32[2, 12]))
+    m = activate(s, kind="silu")
+    down = linear(m, W("down", fp32[8, 12]))
+    return down
+"""
+    try:
+        assert 'unlike(gate, STATE("0", fp32[2, 6]))' in text_of(sharded(parse(text), Mesh(2)))
+    finally:
+        del ops.OPS["unlike"], ops.OPS["batched_unlike"]
+
+
 def test_an_op_that_says_nothing_of_heads_is_computed_whole():
     text = LIGHTNING.replace("lightning(q_1, k_1, v_1, ", "unlike(q_1, k_1, v_1, ")
 

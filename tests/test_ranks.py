@@ -647,6 +647,31 @@ def test_ranks_multiply_by_the_packed_numbers_of_one(
     assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
 
 
+# of heads that are whole blocks
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+WIDE_HEADS = {
+    "lfm2": {"hidden_size": 128, "intermediate_size": 192, "block_auto_adjust_ff_dim": False},
+    "qwen3_5": {**WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "nemotron_h": {**WIDE, "n_groups": 2, "ssm_state_size": 32, "mamba_head_dim": 32, "mamba_num_heads": 4},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", WIDE_HEADS)
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_block", "int8", "int4", "mxfp4"])
+def test_ranks_divide_packed_weights_of_recurrent_layers(
+    fmt: str, name: str, thread_ranks: list[ThreadRanks], tmp_path: Path
+):
+    tiny.save_changed(name, tmp_path / name, **WIDE_HEADS[name])
+    scored, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
+    for ranks in (1, 2):
+        options = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "quant": fmt}
+        with closing(LLMEngine(str(tmp_path / name), **options, tensor_parallel_size=ranks)) as engine:
+            (answer,) = engine.generate([tiny.prompt(30)], scored)
+            found.append([logprob.logprob for logprob in answer["prompt_logprobs"][1:]])
+    assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_ranks_multiply_by_the_blocks_of_a_gguf_file(kind: str, thread_ranks: list[ThreadRanks], tmp_path: Path):
     widths = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "num_hidden_layers": 2}

@@ -20,8 +20,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=64)
 NAMES = [*tiny.RECURRENT]
 # a variant of each kind of state; what is not of one kind only is quick of two of them
-EVENTFUL = ["lfm2", "qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear"))]
-LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *EVENTFUL[2:]]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear", "mamba")]
+EVENTFUL = ["lfm2", "qwen3_5", *SLOW]
+LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *SLOW]
 
 Open = Callable[..., LLMEngine]
 
@@ -75,7 +76,7 @@ def test_a_state_that_was_evicted_is_computed_again(name: str, open_engine: Open
     assert 0 < engine.metrics.scheduler.num_prefix_hit_tokens < 5 * 28
 
 
-@pytest.mark.parametrize("name", LONGEST)
+@pytest.mark.parametrize("name", LONGEST[:-1])  # without attention nothing grows, so no request is preempted
 def test_a_hundred_preemptions_change_nothing(name: str, open_engine: Open, references: Any):
     engine = open_engine(name, num_kvcache_blocks=24, block_size=4, max_model_len=94, max_num_seqs=6)
     prompts = [tiny.prompt(9 + seed % 5, seed=seed) for seed in range(54)]
@@ -85,7 +86,7 @@ def test_a_hundred_preemptions_change_nothing(name: str, open_engine: Open, refe
 
 @pytest.mark.parametrize("name", EVENTFUL)
 def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references: Any):
-    engine = open_engine(name, num_kvcache_blocks=16, block_size=4, max_model_len=60, swap_space=1 << 20)
+    engine = open_engine(name, **little_room(name, 16), block_size=4, max_model_len=60, swap_space=1 << 20)
     engine._engine.scheduler.cache.costs = None  # loading always pays
     talks = [tiny.prompt(16, seed=seed) for seed in range(8)]
     for turn in range(3):
@@ -101,15 +102,16 @@ def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references
 
 @pytest.mark.parametrize("name", EVENTFUL)
 def test_states_survive_a_restart_in_files(name: str, open_engine: Open, references: Any, tmp_path: Path):
-    fields = {"num_kvcache_blocks": 24, "block_size": 4, "max_model_len": 60, "swap_space": 1 << 20}
+    fields = {**little_room(name, 24), "block_size": 4, "max_model_len": 60, "swap_space": 1 << 20}
     prompts = [tiny.prompt(40, seed=seed) for seed in range(4)]
     for number in range(2):
         engine = open_engine(name, kv_cache_dir=str(tmp_path / "kv"), **fields)
         engine._engine.scheduler.cache.costs = None
         assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
-        hits = engine.metrics.scheduler.num_host_hit_tokens
+        stats = engine.metrics.scheduler
         engine.close()
-        assert hits == 0 if number == 0 else hits >= 3 * 36
+        assert (stats.num_prefix_hit_tokens, stats.num_host_hit_tokens) == (0, 0) or number
+    assert stats.num_prefix_hit_tokens >= 3 * 36 and stats.num_loaded_blocks >= 3 and stats.num_host_hit_tokens > 0
 
 
 @pytest.mark.parametrize("name", EVENTFUL)
@@ -232,3 +234,9 @@ def state_bytes(engine: LLMEngine) -> int:
     """Bytes of the state of a sequence."""
     (pool,) = [pool for pool in engine._engine.scheduler.cache.pools if pool.kind.rule.in_slot]
     return pool.kind.block_bytes
+
+
+def little_room(name: str, num_blocks: int) -> dict[str, int]:
+    """Fields that give room for so many blocks; for a few sequences and copies if no layer has attention."""
+    is_paged = name != "mamba"
+    return {"num_kvcache_blocks": num_blocks} if is_paged else {"max_num_seqs": 4, "kv_cache_memory": 120_000}

@@ -51,7 +51,9 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
     return replace(
         model,
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
-        attention=derive_attention(config, model.attention, "model.attention", max_model_len),
+        attention=derive_attention(config, model.attention, "model.attention", max_model_len)
+        if model.has_attention
+        else model.attention,
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
         blocks=blocks,
         layer_types=None if types is None else types[: model.layers],
@@ -112,6 +114,8 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
 
 def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
     model = config.model
+    if not attention.heads:
+        raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
     kv_heads = attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:

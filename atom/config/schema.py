@@ -94,7 +94,7 @@ class RopeConfig:
 @dataclass
 class AttentionConfig:
     kind: str = one_of("gqa", "mla")  # mla: keys and values are one latent vector
-    heads: int = number(0, 1, INT32)  # of queries
+    heads: int = number(0, 0, INT32)  # of queries; 0: no layer has this attention
     kv_heads: int | None = number(None, 1, INT32)  # gqa; null: as many as heads
     head_dim: int | None = number(None, 1, INT32)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
@@ -197,6 +197,20 @@ class Mamba2Config:
 
 
 @dataclass
+class MambaConfig:
+    """Mamba (Gu & Dao 2023)."""
+
+    inner: int = number(0, 1, INT32)  # channels, of which each has a state
+    state: int = number(16, 1, INT32)  # numbers that a channel's state has
+    step_rank: int = number(0, 1, INT32)  # of the two linears that give each channel its time step
+    taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution reads, its own included
+    conv_bias: bool = True  # on the convolution
+    bias: bool = False  # on the first and the last linear
+    norms: str = one_of("none", "unweighted", "weighted")  # of steps, of what states are written and read by
+    eps: float | None = number(None, 0)  # of these norms; null: that of norm
+
+
+@dataclass
 class BlockConfig:
     """A block of layers, of one of these kinds; the others are null."""
 
@@ -205,6 +219,7 @@ class BlockConfig:
     short_conv: ShortConvConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
     mamba2: Mamba2Config | None = None
+    mamba: MambaConfig | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -219,7 +234,7 @@ class BlockConfig:
         return found
 
 
-BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config
+BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config | MambaConfig
 
 
 @dataclass
@@ -327,9 +342,16 @@ class ModelConfig:
 
     @property
     def attentions(self) -> list[AttentionConfig]:
-        """The attention of all layers, which may be of several sizes."""
+        """The attention of all layers, which may be of several sizes; none of a model without attention."""
+        own = [self.attention] if self.has_attention else []
         others = [block.attention for block in self._blocks_of_layers()]
-        return [self.attention, *(each for each in others if each is not None)]
+        return [*own, *(each for each in others if each is not None)]
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether `attention` is of some layer, or could be."""
+        in_layers = any("attention" in self.branches_of(layer) for layer in range(self.layers))
+        return in_layers or self.attention.heads > 0
 
     @property
     def with_heads(self) -> list[AttentionConfig | GatedDeltaConfig | Mamba2Config]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from atom.config import GatedDeltaConfig, Mamba2Config, MambaConfig, ShortConvConfig
 from atom.frontend.writer import Writer
-from atom.graph import LatestState, Recipe, Type, W, ops
+from atom.graph import Full, LatestState, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import cat
 
 
@@ -87,6 +87,40 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
 
 
+def mamba(writer: Writer, h: Node, block: MambaConfig, layer: int) -> Node:
+    """out(y * silu(z)) of what a selective scan gives (Gu & Dao 2023)."""
+    inner, rank, size = block.inner, block.step_rank, block.state
+    xz = writer.linear(h, "mamba_in", 2 * inner, block.bias, layer)
+    x, z = writer.call(ops.split, xz, sizes=[inner, inner], name=("x", "z"))
+    x = causal_conv(writer, x, {"mamba_conv": inner}, block.taps, block.conv_bias, layer, "silu")
+    # small ones that steps and states depend on, which are not worth packing
+    weight = writer.stored(writer.weight_name("mamba_x", layer), (rank + 2 * size, inner))
+    all_three = writer.multiply(x, weight, role="mamba_x", layer=layer, name="dtbc")
+    dt, b, c = writer.call(ops.split, all_three, sizes=[rank, size, size], name=("dt", "b", "c"))
+    if block.norms != "none":
+        dt, b, c = (inner_norm(writer, each, block, f"mamba_{name}_norm", layer, name)
+                    for each, name in ((dt, "dt"), (b, "b"), (c, "c")))  # fmt: skip
+    weight = writer.stored(writer.weight_name("mamba_dt", layer), (inner, rank))
+    dt = writer.multiply(dt, weight, role="mamba_dt", layer=layer, name="dt")
+    bias = W(f"{writer.name('mamba_dt', layer)}.bias", Type("fp32", (inner,)))
+    dt = writer.call(ops.time_step, dt, bias, name="dt")
+    decay = W(writer.name("mamba_decay", layer), Type("fp32", (inner, size)))
+    skip = number_by_head(writer, "mamba_skip", inner, layer)
+    state = LatestState(writer.name("layer", layer), decay.type)
+    y = writer.call(ops.selective_scan, x, dt, b, c, state, decay, skip, name="y")
+    y = writer.call(ops.mul, y, writer.call(ops.activate, z, kind="silu", name="z"), name="y")
+    return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
+
+
+def inner_norm(writer: Writer, x: Node, block: MambaConfig, role: str, layer: int, name: str) -> Node:
+    shape = x.meta["type"].shape[-1:]
+    is_stored = block.norms == "weighted"
+    weight: Recipe = writer.weight(role, shape, layer) if is_stored else Full(1.0, Type(writer.dtype, shape))
+    eps = writer.model.norm.eps if block.eps is None else block.eps
+    normed: Node = writer.call(ops.rms_norm, x, weight, eps=eps, name=name)
+    return normed
+
+
 def stored_parts(
     writer: Writer, rows: dict[str, tuple[int, Node]], layer: int, num_chunks: int = 1
 ) -> dict[str, Recipe]:
@@ -129,4 +163,5 @@ RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {
     ShortConvConfig: short_conv,
     GatedDeltaConfig: gated_delta,
     Mamba2Config: mamba2,
+    MambaConfig: mamba,
 }

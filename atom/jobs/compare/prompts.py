@@ -33,7 +33,7 @@ def choose_prompts(config: Config, side: Config) -> list[list[int]]:
     with closing(open_for(side, RichProgress(), weights=False)) as checkpoint:
         tokenizer = checkpoint.tokenizer(trust_remote_code=side.trust_remote_code)
     limit = min(side.limits.max_model_len - SPARE, side.limits.max_num_batched_tokens)
-    window = max(each.window or 0 for each in side.model.attentions)
+    window = max((each.window or 0 for each in side.model.attentions), default=0)
     num_long = min(max(NUM_LONG, min(window + 33, MAX_LONG)), limit)
     if config.prompts is not None:
         contents = [entry.content for entry in read_prompts(config.prompts)]

@@ -1,6 +1,7 @@
 """What model files compute of values in config.json: lists of layer types, and sizes.
 
     ${every:4,full_attention,linear_attention}      # three layers of the second type, then one of the first
+    ${repeat:${every:2,sparse,dense,0},${hf:num_hidden_layers}}     # so many layers, of which the even ones are sparse
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
@@ -19,13 +20,29 @@ from atom.config.spelling import spelled
 from atom.errors import ConfigError
 
 
-def every(number: Any, last: str, others: str, *, _node_: Any) -> list[str] | None:
-    """A pattern of this many layers, whose last one is of another type."""
+def every(number: Any, named: str, others: str, at: Any = None, *, _node_: Any) -> list[str] | None:
+    """A pattern of this many layers, of which one is of another type.
+
+    at: its number, from 0; null: the last one
+    """
     if number is None:
         return None
     if not is_count(number):
         raise ConfigError(f"{key_of(_node_)}: {spelled(number)} is not a number of layers from 1 to {MAX_LAYERS}")
-    return [*[others] * (number - 1), last]
+    at = number - 1 if at is None else at
+    if isinstance(at, bool) or at not in range(number):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(at)} is no layer of a pattern of {number}, counted from 0")
+    return [named if layer == at else others for layer in range(number)]
+
+
+def repeat(pattern: Any, number: Any, *, _node_: Any) -> list[str] | None:
+    """So many types of layers, of a pattern that repeats."""
+    if pattern is None or number is None:
+        return None
+    listed = list(pattern) if isinstance(pattern, list | ListConfig) else []
+    if not listed or not is_count(number):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(pattern)} is not a pattern, of {spelled(number)} layers")
+    return [listed[layer % len(listed)] for layer in range(number)]
 
 
 def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, _node_: Any) -> list[str] | None:
@@ -91,4 +108,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, where, spell, count, scaled, round_up)
+RESOLVERS = (every, repeat, where, spell, count, scaled, round_up)

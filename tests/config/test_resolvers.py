@@ -25,6 +25,17 @@ def test_every_is_a_pattern_whose_last_layer_differs():
     assert value_of("${every:${given},full,window}", given=None) is None
 
 
+def test_every_takes_the_number_of_the_layer_that_differs():
+    assert value_of("${every:3,full,window,1}") == ["window", "full", "window"]
+    assert value_of("${every:3,full,window,null}") == ["window", "window", "full"]
+
+
+def test_repeat_cuts_a_pattern_to_the_number_of_layers():
+    assert value_of("${repeat:${every:2,sparse,dense,0},3}") == ["sparse", "dense", "sparse"]
+    assert value_of("${repeat:[a,b,c],2}") == ["a", "b"]
+    assert [value_of(text) for text in ("${repeat:null,2}", "${repeat:[a],null}")] == [None, None]
+
+
 def test_where_is_the_type_of_each_layer():
     assert value_of("${where:${listed},4,full,conv}", listed=[1, 3]) == ["conv", "full", "conv", "full"]
     assert value_of("${where:${listed},2,full,conv}", listed=[]) == ["conv", "conv"]
@@ -51,6 +62,10 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
     [
         ("${every:0,a,b}", "of.size: 0 is not a number of layers from 1 to 512"),
         ("${every:LLLG,a,b}", "of.size: lllg is not a number of layers from 1 to 512"),
+        ("${every:3,a,b,3}", "of.size: 3 is no layer of a pattern of 3, counted from 0"),
+        ("${every:3,a,b,x}", "of.size: x is no layer of a pattern of 3, counted from 0"),
+        ("${repeat:[],3}", "of.size: [] is not a pattern, of 3 layers"),
+        ("${repeat:[a],0}", "of.size: ['a'] is not a pattern, of 0 layers"),
         ("${where:[2],2,a,b}", "of.size: there is no layer 2, the model has 2"),
         ("${where:[x],2,a,b}", "of.size: there is no layer x, the model has 2"),
         ("${where:7,2,a,b}", "of.size: 7 is not a list of layers, of 2"),

@@ -219,6 +219,17 @@ MAMBA_H = {
 }
 NEMOTRON_MOE = {"n_routed_experts": 6, "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36, "num_experts_per_tok": 2,
                 "routed_scaling_factor": 1.7}  # fmt: skip
+FALCON_H1 = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 1.4,
+    "mlp_multipliers": [0.9, 0.55],
+    "ssm_multipliers": [0.6, 1.2, 0.7, 1.1, 0.5],
+}
 CONV = ["conv", "full_attention", "conv"]
 DELTA = {
     "head_dim": 16,
@@ -263,6 +274,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba_stacked": ("JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 5, "expert_layer_period": 1, "expert_layer_offset": 0,
                                       "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "tie_word_embeddings": True}),
     "jamba_dense": ("JambaConfig", {"attn_layer_period": 3, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_state": 6}),
+    "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, **FALCON_H1}),
+    "falcon_h1_normed": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 20,
+                                            "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "falcon_h1_norm_first": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 90, "mamba_d_head": "auto", "mamba_rms_norm": True, "num_hidden_layers": 2}),
     "kimi_linear": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "kimi_linear_stacked": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 8, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": 14,
                                                  "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 3}),

@@ -227,7 +227,7 @@ def attach(
 
 
 def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
-    """`${hf:key}` or `${hf:key,default}`; dots reach inside, null counts as missing.
+    """`${hf:key}` or `${hf:key,default}`; dots reach inside objects and lists, null counts as missing.
 
     OmegaConf also calls it while it merges files, before there is a config.json: then it gives the default, or null.
     """
@@ -236,7 +236,10 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
     is_null = False
     for part in key.split("."):
         is_null = isinstance(value, Mapping) and part in value and value[part] is None
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdigit() and int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     if value is None and is_attached and not default:
         needed = f"{OmegaConf.get_cache(_root_)['file']} needs {'a value' if is_null else 'it'}"
         where = _root_.checkpoint or f"the embedded checkpoint is none of {_root_.model.name}, set checkpoint"

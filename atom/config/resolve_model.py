@@ -33,6 +33,7 @@ WHICH_LAYERS: dict[str, Any] = {
     "every": 1,
     "skip": [],
 }  # fields of attention and mlp only
+MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
@@ -91,6 +92,7 @@ def check_model(config: Config) -> None:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
     check_branches(model)
+    check_scales(model)
     check_layer_types(config)
     check_mlp_types(model)
     check_stacked(model)
@@ -168,13 +170,27 @@ def check_branches(model: ModelConfig) -> None:
     known = [*BLOCKS, *model.blocks]
     for kind, names in model.branches.items():
         at = f"model.branches.{kind}"
-        for name in names:
+        for name in (name for each in names for name in each.split("+")):
             if name not in known:
                 raise ConfigError(
                     f"{at}: there is no block {name}{did_you_mean(name, known)}; blocks: {', '.join(known)}"
                 )
         if not 0 < len(names) <= MAX_BRANCHES:
             raise ConfigError(f"{at} has {len(names)} blocks; a layer has 1 or {MAX_BRANCHES}")
+
+
+def check_scales(model: ModelConfig) -> None:
+    """Check that what model.scales and model.block_scales name is there, and is multiplied with numbers above 0."""
+    for at, named, known in (
+        ("model.scales", model.scales, [*model.weights, *MAMBA2_PARTS]),
+        ("model.block_scales", model.block_scales, [*BLOCKS, *model.blocks]),
+    ):
+        for name in named:
+            if name not in known:
+                raise ConfigError(f"{at}.{name}: there is no such name{did_you_mean(name, known)}")
+    for name, scale in model.scales.items():
+        if not 0 < scale < math.inf:
+            raise ConfigError(f"model.scales.{name}={scale} is not a number above 0")
 
 
 def check_layer_types(config: Config) -> None:

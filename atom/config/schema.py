@@ -192,6 +192,7 @@ class Mamba2Config:
     groups: int = number(1, 1, INT32)  # of heads, which share what is written to states and read from them
     taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution reads, its own included
     step_min: float = number(0.0, 0)  # the least time step
+    norm: str = one_of("after_gate", "before_gate", "none")  # of the output, by group, and its gate
     conv_bias: bool = True  # on the convolution
     bias: bool = False  # on both linears
 
@@ -235,6 +236,14 @@ class BlockConfig:
 
 
 BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config | MambaConfig
+
+
+@dataclass
+class BlockScalesConfig:
+    """What a block's input and output are multiplied with."""
+
+    read: float = number(1.0, 0, above=True)  # what it reads
+    given: float = number(1.0, 0, above=True)  # what it adds to the hidden states
 
 
 @dataclass
@@ -288,6 +297,8 @@ class ModelConfig:
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
+    scales: dict[str, float] = field(default_factory=dict)  # role of a linear, or mamba_z, … -> of what it gives
+    block_scales: dict[str, BlockScalesConfig] = field(default_factory=dict)  # block -> of its input and output
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
     logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
@@ -296,7 +307,9 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
     blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
-    branches: dict[str, list[str]] = field(default_factory=dict)  # layer type -> its blocks; else attention, mlp
+    branches: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # layer type -> its blocks, a+b: at once; else attention, mlp
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
@@ -331,9 +344,13 @@ class ModelConfig:
             return listed[layer] if layer < len(listed) else None
         return pattern[layer % len(pattern)] if pattern else None
 
+    def groups_of(self, layer: int) -> list[list[str]]:
+        """The names of a layer's blocks, in order; those of a group read the same and are added up."""
+        return [each.split("+") for each in self.branches.get(self.layer_type(layer) or "", ["attention", "mlp"])]
+
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""
-        return self.branches.get(self.layer_type(layer) or "", ["attention", "mlp"])
+        return [name for group in self.groups_of(layer) for name in group]
 
     def keeps_state(self, layer: int) -> bool:
         """Whether a layer keeps something of a sequence, as attention does, and an mlp does not."""

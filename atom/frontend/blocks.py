@@ -18,6 +18,14 @@ from atom.frontend.writer import Writer
 
 def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int) -> Node:
     """Write a block of a layer, without its norms."""
+    scales = writer.model.block_scales.get(name)
+    if scales is None:
+        return _write(writer, h, name, rotary, layer)
+    read, given = (None if by == 1 else by for by in (scales.read, scales.given))
+    return writer.scale(_write(writer, writer.scale(h, read), name, rotary, layer), given)
+
+
+def _write(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int) -> Node:
     block = block_of(writer.model, name, layer)
     if isinstance(block, AttentionConfig):
         return ATTENTIONS[block.kind](writer, h, block, rotary, layer)

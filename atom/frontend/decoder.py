@@ -110,13 +110,13 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
     model, norm = writer.model, writer.model.norm
     is_after_only = model.layer_type(layer) in norm.after_only
     has_before, has_after = norm.before and not is_after_only, norm.after or is_after_only
-    blocks = list(zip(model.branches_of(layer), NORMS, strict=False))
+    blocks = list(zip(model.groups_of(layer), NORMS, strict=False))
 
     def normed(x: Node, role: str) -> Node:
         return writer.norm(x, f"{role}_norm", layer) if has_before else x
 
-    def given(h: Node, name: str, role: str) -> Node:
-        y = write_block(writer, h, name, rotary, layer)
+    def given(h: Node, group: list[str], role: str) -> Node:
+        y = functools.reduce(add, [write_block(writer, h, name, rotary, layer) for name in group])
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
     def add(a: Node, b: Node, name: str = "x") -> Node:
@@ -125,11 +125,11 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
 
     h = normed(x, NORMS[0]) if h is None else h
     if model.residual == "sequential":
-        for place, (name, role) in enumerate(blocks):
+        for place, (group, role) in enumerate(blocks):
             h = normed(x, role) if place else h
-            x = add(x, writer.scale(given(h, name, role), model.residual_scale))
+            x = add(x, writer.scale(given(h, group, role), model.residual_scale))
         return x
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
-    all_given = [given(each, name, role) for each, (name, role) in zip(read, blocks, strict=True)]
+    all_given = [given(each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale))

@@ -67,6 +67,11 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     inner, shared = heads * block.head_dim, groups * block.state
     zxd = writer.linear(h, "mamba_in", 2 * inner + 2 * shared + heads, block.bias, layer)
     z, xbc, dt = writer.call(ops.split, zxd, sizes=[inner, inner + 2 * shared, heads], name=("z", "xbc", "dt"))
+    z, dt = writer.scale_as(z, "mamba_z"), writer.scale_as(dt, "mamba_dt")
+    if any(writer.model.scales.get(f"mamba_{name}", 1) != 1 for name in "xbc"):
+        parts = writer.call(ops.split, xbc, sizes=[inner, shared, shared], name=("x", "b", "c"))
+        scaled = (writer.scale_as(each, f"mamba_{name}") for each, name in zip(parts, "xbc", strict=True))
+        xbc = writer.call(ops.join, *scaled, name="xbc")
     xbc = causal_conv(writer, xbc, {"mamba_conv": inner + 2 * shared}, block.taps, block.conv_bias, layer, "silu")
     x, b, c = writer.call(ops.split, xbc, sizes=[inner, shared, shared], name=("x", "b", "c"))
     x, b, c = (
@@ -78,12 +83,17 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     dt = writer.call(ops.time_step, dt, step, low=block.step_min, name="dt")
     state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.state)))
     y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
-    y = writer.call(ops.mul, y, writer.call(ops.activate, z, kind="silu", name="z"), name="y")
-    weight, eps = writer.weight("mamba_norm", (inner,), layer), writer.model.norm.eps
-    if groups == 1:
-        y = writer.call(ops.rms_norm, y, weight, eps=eps, name="y")
-    else:
-        y = writer.call(ops.group_rms_norm, y, weight, eps=eps, groups=groups, name="y")
+    z = writer.call(ops.activate, z, kind="silu", name="z")
+    if block.norm != "before_gate":
+        y = writer.call(ops.mul, y, z, name="y")
+    if block.norm != "none":
+        weight, eps = writer.weight("mamba_norm", (inner,), layer), writer.model.norm.eps
+        if groups == 1:
+            y = writer.call(ops.rms_norm, y, weight, eps=eps, name="y")
+        else:
+            y = writer.call(ops.group_rms_norm, y, weight, eps=eps, groups=groups, name="y")
+    if block.norm == "before_gate":
+        y = writer.call(ops.mul, y, z, name="y")
     return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
 
 

@@ -70,7 +70,8 @@ class Writer:
                 self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks)
             )
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
-        return [self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True)]
+        made = (self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True))
+        return [self.scale_as(y, role) for role, y in zip(rows, made, strict=True)]
 
     def multiply(self, x: Node, weight: Recipe, *bias: Recipe, role: str, layer: int | None, name: str = "") -> Node:
         """A linear by a role's weight; activations in the format that `quant.act` and the weight's own say."""
@@ -109,6 +110,11 @@ class Writer:
     def scale(self, x: Node, by: float | None) -> Node:
         """x times a number, None for 1"""
         return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
+
+    def scale_as(self, x: Node, name: str) -> Node:
+        """x times the number that `model.scales` has for a name, if any"""
+        by = self.model.scales.get(name, 1.0)
+        return self.scale(x, None if by == 1 else by)
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
               dim: int = 0, interleaved: bool = False, num_chunks: int = 1) -> list[Recipe]:  # fmt: skip

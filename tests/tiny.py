@@ -230,6 +230,14 @@ FALCON_H1 = {
     "mlp_multipliers": [0.9, 0.55],
     "ssm_multipliers": [0.6, 1.2, 0.7, 1.1, 0.5],
 }
+MINIMAX = {
+    "full_attn_alpha_factor": 1.5,
+    "full_attn_beta_factor": 0.8,
+    "linear_attn_alpha_factor": 1.3,
+    "linear_attn_beta_factor": 0.7,
+    "mlp_alpha_factor": 1.2,
+    "mlp_beta_factor": 0.6,
+}
 CONV = ["conv", "full_attention", "conv"]
 DELTA = {
     "head_dim": 16,
@@ -278,6 +286,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1_normed": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 20,
                                             "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "falcon_h1_norm_first": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 90, "mamba_d_head": "auto", "mamba_rms_norm": True, "num_hidden_layers": 2}),
+    "minimax_text_01": ("MiniMaxConfig", {**MINIMAX, "layer_types": DELTAS, "num_local_experts": 6, "head_dim": 14}),
+    "minimax_text_01_stacked": ("MiniMaxConfig", {"layer_types": DELTAS[1:] * 2, "num_hidden_layers": 4, "num_local_experts": 5, "num_attention_heads": 3, "head_dim": 10,
+                                                  "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "kimi_linear": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "kimi_linear_stacked": ("KimiLinearConfig", {**MLA, **EXPERTS, **KDA, "num_local_experts": 8, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": 14,
                                                  "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 3}),

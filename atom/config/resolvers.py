@@ -61,15 +61,16 @@ def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, 
     return [named if layer in listed else others for layer in range(first, first + number)]
 
 
-def spell(text: Any, *pairs: str, _node_: Any) -> list[str] | None:
-    """The types of the layers that a text names by a letter each: ${spell:M-M,M,mamba,-,mlp}."""
+def spell(text: Any, *pairs: Any, _node_: Any) -> list[str] | None:
+    """The types of the layers that a text, or a list, names by a letter or number each: ${spell:M-M,M,mamba,-,mlp}."""
     if text is None:
         return None
-    types = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    for letter in str(text):
+    types = dict(zip(map(str, pairs[::2]), pairs[1::2], strict=True))
+    letters = [str(each) for each in text] if isinstance(text, list | ListConfig) else list(str(text))
+    for letter in letters:
         if letter not in types:
             raise ConfigError(f"{key_of(_node_)}: {letter} in {text} is no type of layers; letters: {' '.join(types)}")
-    return [types[letter] for letter in str(text)]
+    return [types[letter] for letter in letters]
 
 
 def count(listed: Any) -> int | None:

@@ -212,6 +212,16 @@ class MambaConfig:
 
 
 @dataclass
+class LightningConfig:
+    """Lightning attention (Qin et al. 2024), whose heads forget by slopes as of ALiBi, less so in later layers."""
+
+    heads: int = number(0, 1, INT32)  # of which each has a state
+    head_dim: int = number(0, 1, INT32)  # dims of a head
+    layers: int = number(0, 1, MAX_LAYERS)  # that the checkpoint has, over which slopes fall
+    eps: float | None = number(None, 0)  # of the output's norm; null: that of norm
+
+
+@dataclass
 class BlockConfig:
     """A block of layers, of one of these kinds; the others are null."""
 
@@ -221,6 +231,7 @@ class BlockConfig:
     gated_delta: GatedDeltaConfig | None = None
     mamba2: Mamba2Config | None = None
     mamba: MambaConfig | None = None
+    lightning: LightningConfig | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -235,15 +246,18 @@ class BlockConfig:
         return found
 
 
-BlockSettings = AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config | MambaConfig
+BlockSettings = (
+    AttentionConfig | MLPConfig | ShortConvConfig | GatedDeltaConfig | Mamba2Config | MambaConfig | LightningConfig
+)
 
 
 @dataclass
 class BlockScalesConfig:
-    """What a block's input and output are multiplied with."""
+    """What a block's input and output, and the hidden states it is added to, are multiplied with."""
 
     read: float = number(1.0, 0, above=True)  # what it reads
     given: float = number(1.0, 0, above=True)  # what it adds to the hidden states
+    kept: float = number(1.0, 0, above=True)  # what it is added to
 
 
 @dataclass
@@ -302,7 +316,9 @@ class ModelConfig:
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
     logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
-    residual: str = one_of("sequential", "parallel", "parallel_norms")  # parallel: attention and mlp read one norm
+    residual: str = one_of(
+        "sequential", "normed", "parallel", "parallel_norms"
+    )  # normed: a block is added to what it reads; parallel: attention and mlp read one norm
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer

@@ -9,6 +9,7 @@ A layer is one block or several, each of which adds to the hidden states what it
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from torch.fx import Node
@@ -119,15 +120,20 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
         y = functools.reduce(add, [write_block(writer, h, name, rotary, layer) for name in group])
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
+    def kept(x: Node, group: list[str]) -> Node:
+        by = math.prod(model.block_scales[name].kept for name in group if name in model.block_scales)
+        return writer.scale(x, None if by == 1 else by)
+
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
     h = normed(x, NORMS[0]) if h is None else h
-    if model.residual == "sequential":
+    if model.residual in ("sequential", "normed"):
         for place, (group, role) in enumerate(blocks):
             h = normed(x, role) if place else h
-            x = add(x, writer.scale(given(h, group, role), model.residual_scale))
+            base = kept(h if model.residual == "normed" else x, group)
+            x = add(base, writer.scale(given(h, group, role), model.residual_scale))
         return x
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
     all_given = [given(each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]

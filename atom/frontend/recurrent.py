@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import GatedDeltaConfig, Mamba2Config, MambaConfig, ShortConvConfig
+from atom.config import GatedDeltaConfig, LightningConfig, Mamba2Config, MambaConfig, ShortConvConfig
 from atom.frontend.writer import Writer
 from atom.graph import Full, LatestState, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import cat
@@ -131,6 +131,25 @@ def inner_norm(writer: Writer, x: Node, block: MambaConfig, role: str, layer: in
     return normed
 
 
+def lightning(writer: Writer, h: Node, block: LightningConfig, layer: int) -> Node:
+    """out(norm(o) * sigmoid(z)) of what lightning attention gives (Qin et al. 2024)."""
+    heads, inner = block.heads, block.heads * block.head_dim
+    rows = {f"lightning_{name}": inner for name in "qkv"}
+    q, k, v = (
+        writer.call(ops.split_heads, writer.call(ops.activate, x, kind="silu", name=name), heads=heads, name=name)
+        for x, name in zip(writer.linears(h, rows, False, layer, heads), "qkv", strict=True)
+    )
+    z = writer.linear(h, "lightning_z", inner, False, layer)
+    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.head_dim)))
+    share = 1 - layer / (block.layers - 1 + 1e-5) + 1e-5
+    slopes = cat(tuple(Full(2 ** (-8 * n / heads) * share, Type("fp32", (1,))) for n in range(1, heads + 1)))
+    o = writer.call(ops.merge_heads, writer.call(ops.lightning, q, k, v, state, slopes, name="o"), name="o")
+    eps = writer.model.norm.eps if block.eps is None else block.eps
+    o = writer.call(ops.rms_norm, o, writer.weight("lightning_norm", (inner,), layer), eps=eps, name="o")
+    o = writer.call(ops.mul, o, writer.call(ops.activate, z, kind="sigmoid", name="z"), name="o")
+    return writer.linear(o, "lightning_out", writer.model.hidden, False, layer)
+
+
 def stored_parts(
     writer: Writer, rows: dict[str, tuple[int, Node]], layer: int, num_chunks: int = 1
 ) -> dict[str, Recipe]:
@@ -174,4 +193,5 @@ RECURRENT: dict[type, Callable[[Writer, Node, Any, int], Node]] = {
     GatedDeltaConfig: gated_delta,
     Mamba2Config: mamba2,
     MambaConfig: mamba,
+    LightningConfig: lightning,
 }

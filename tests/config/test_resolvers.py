@@ -46,6 +46,7 @@ def test_where_is_the_type_of_each_layer():
 def test_spell_gives_each_letter_its_type_and_count_the_number_of_them():
     assert value_of("${spell:M-*,M,mamba,-,mlp,'*',attention}") == ["mamba", "mlp", "attention"]
     assert value_of("${spell:null,M,mamba}") is None
+    assert value_of("${spell:${listed},0,linear,1,full}", listed=[0, 0, 1]) == ["linear", "linear", "full"]
     assert [value_of(f"${{count:{given}}}") for given in ("M-*M", "[a,b]", "null")] == [4, 2, None]
 
 

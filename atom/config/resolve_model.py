@@ -34,6 +34,7 @@ WHICH_LAYERS: dict[str, Any] = {
     "skip": [],
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
+NOT_SCALED = re.compile(r"embedding|head|layer|router|.*norm")  # roles that model.scales cannot name, besides tensors
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
@@ -181,13 +182,18 @@ def check_branches(model: ModelConfig) -> None:
 
 def check_scales(model: ModelConfig) -> None:
     """Check that what model.scales and model.block_scales name is there, and is multiplied with numbers above 0."""
+    linears = [role for role in model.weights if not (TENSOR_ROLES.fullmatch(role) or NOT_SCALED.fullmatch(role))]
     for at, named, known in (
-        ("model.scales", model.scales, [*model.weights, *MAMBA2_PARTS]),
+        ("model.scales", model.scales, [*linears, *MAMBA2_PARTS]),
         ("model.block_scales", model.block_scales, [*BLOCKS, *model.blocks]),
     ):
         for name in named:
             if name not in known:
                 raise ConfigError(f"{at}.{name}: there is no such name{did_you_mean(name, known)}")
+    for name, scales in model.block_scales.items():
+        if scales.kept != 1 and model.residual.startswith("parallel"):
+            at = f"model.block_scales.{name}.kept={scales.kept}"
+            raise ConfigError(f"{at}: model.residual={model.residual} adds all blocks at once; leave it out")
     for name, scale in model.scales.items():
         if not 0 < scale < math.inf:
             raise ConfigError(f"model.scales.{name}={scale} is not a number above 0")

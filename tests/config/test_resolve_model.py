@@ -94,6 +94,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("", ["model.attention.gate=query", "model.attention.qkv_by_head=true"], "model.attention.qkv_by_head=true: a query gate is stored with q alone; leave it out"),
         ("branches: {conv: [conv+convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("scales: {gat: 2.0}", [], "model.scales.gat: there is no such name (did you mean gate?)"),
+        ("scales: {q_norm: 2.0}", [], "model.scales.q_norm: there is no such name"),
+        ("block_scales: {mlp: {kept: 2.0}}", ["model.residual=parallel"], "model.block_scales.mlp.kept=2.0: model.residual=parallel adds all blocks at once; leave it out"),
         ("scales: {gate: 0.0}", [], "model.scales.gate=0.0 is not a number above 0"),
         ("block_scales: {convs: {read: 2.0}}", [], "model.block_scales.convs: there is no such name (did you mean conv?)"),
         ("block_scales: {conv: {read: 0.0}}", [], "model.block_scales.conv.read=0.0 must be a finite number above 0"),

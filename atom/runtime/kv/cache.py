@@ -324,6 +324,8 @@ class KVCache:
 
     def chunk_end(self, sequence: Sequence, end: int) -> int:
         """Where a step that could compute the sequence's tokens up to `end` stops, so that its state is kept there."""
+        if not self._recurrent:
+            return end
         start, stops = begin_of(sequence), self._stops(sequence)
         if not stops or end - start <= 1:
             return end
@@ -339,7 +341,7 @@ class KVCache:
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Where the sequence's state is wanted: after its last full block, and where it parts from other sequences."""
-        if not self._recurrent or (not self.enable_prefix_caching and sequence.params.n == 1):
+        if not self.enable_prefix_caching and sequence.params.n == 1:
             return ()
         return (sequence.num_tokens - 1) // self.block_size * self.block_size, sequence.num_matched
 

@@ -298,8 +298,8 @@ class Scheduler:
         return planned
 
     def _may_join(self, sequence: Sequence, planned: dict[Sequence, int]) -> bool:
-        """Whether the sequence may be in the step: while there are suspects only some of them may."""
-        return not self._suspects or (sequence in self._suspects and len(planned) < self._max_suspects)
+        """Whether the sequence may be in the step though there are suspects: only some of them may."""
+        return sequence in self._suspects and len(planned) < self._max_suspects
 
     def _plan_running(self, planned: dict[Sequence, int]) -> int:
         """Plan the running sequences, decodes first; the number of tokens that the step has left."""
@@ -310,7 +310,7 @@ class Scheduler:
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
-            if not self._may_join(sequence, planned):
+            if self._suspects and not self._may_join(sequence, planned):
                 continue
             if self._drafter is not None:
                 self._draft(sequence, max_drafts, budget - max(len(decodes) - at, 1) - kept)
@@ -374,7 +374,7 @@ class Scheduler:
         passed = []  # that wait for something other than room
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop()
-            is_held = not self._may_join(sequence, planned)
+            is_held = self._suspects and not self._may_join(sequence, planned)
             if is_held or self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
                 passed.append(sequence)
                 continue

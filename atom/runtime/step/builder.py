@@ -117,7 +117,8 @@ class StepBuilder:
                     indices.extend(range(origin + first, origin + len(table)))
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
-            self._move_state(rows.copies, sequence, start + num_tokens)
+            if capacity.recurrent:
+                self._move_state(rows.copies, sequence, start + num_tokens)
             if start < resident.num_known or (drafts and not num_drafts):
                 rows.is_decode = False
             if samples:

@@ -559,14 +559,17 @@ def sum_over_ranks() -> None:
 
 
 def copy_blocks() -> None:
-    """KV to host memory and back, and from fp8 for long prompts."""
+    """KV to host memory and back, and from fp8 for long prompts; recurrent states of slots to blocks and back."""
     from atom.kernels.triton.attention.context import Context
-    from atom.kernels.triton.step.blocks import BlockCopier
+    from atom.kernels.triton.step.blocks import BlockCopier, StateCopier
 
     copier, blocks = BlockCopier([zeros(4, 1024)]), zeros(2, dtype=torch.int64)
     rows = zeros(2, 2048, dtype=torch.uint8)
     copier.gather(blocks, rows)
     copier.scatter(rows, blocks)
+    states, pairs = [zeros(4, 1024)], zeros(2, dtype=torch.int32)
+    StateCopier(states, states).to_blocks(pairs, pairs)
+    StateCopier(states, states).to_slots(pairs, pairs)
     cache, table = zeros(4, 16, 2, 8, 128, dtype=torch.float8_e4m3fn), zeros(2, 4, dtype=torch.int32)
     Context(1 << 24).unpack(cache, table, table[0, :2], 0, torch.bfloat16)
 

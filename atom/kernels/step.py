@@ -73,6 +73,13 @@ class BlockCopier(Protocol):
     def scatter(self, rows: Tensor, blocks: Tensor) -> None: ...
 
 
+class StateCopier(Protocol):
+    """Copies the recurrent states of slots to blocks and back."""
+
+    def to_blocks(self, slots: Tensor, blocks: Tensor) -> None: ...
+    def to_slots(self, slots: Tensor, blocks: Tensor) -> None: ...
+
+
 class StepKernels(NamedTuple):
     """The step functions of one backend."""
 
@@ -88,6 +95,7 @@ class StepKernels(NamedTuple):
     finish_drafts: Callable[[Tensor, Tensor, Tensor, State, bool], Tensor]
     keep_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     block_copier: Callable[[Sequence[Tensor]], BlockCopier]
+    state_copier: Callable[[Sequence[Tensor], Sequence[Tensor]], StateCopier]
 
     @classmethod
     def of(cls, inputs: Any, sampling: Any, speculation: Any, blocks: Any) -> StepKernels:
@@ -105,4 +113,5 @@ class StepKernels(NamedTuple):
             speculation.finish_drafts,
             speculation.keep_rows,
             blocks.BlockCopier,
+            blocks.StateCopier,
         )

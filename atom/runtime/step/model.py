@@ -28,7 +28,7 @@ from atom.graph.graph import ADAPTERS
 from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
-from atom.kernels.step import BlockCopier, Inputs
+from atom.kernels.step import BlockCopier, Inputs, StateCopier
 from atom.runtime.step.input import BatchShape, PackedRows
 from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, Watched, rows_of, score
 from atom.runtime.step.request_state import RequestState, send, zeros
@@ -97,6 +97,7 @@ class Model:
         )
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
+        self._state_copiers: dict[str, StateCopier] = {}
         self._drafted = self._zero_drafted() if self.carries_hidden else []
         self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
         self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
@@ -151,11 +152,17 @@ class Model:
         states = self.graph.states()
         caches = {state: self._allocate(state, num_blocks[state.kind]) for state in states}
         slots = {state: self._allocate(state, self.padding + 1) for state in states if state.rule.in_slot}
+        for kind in self.recurrent:
+            own = [state for state in slots if state.kind == kind]
+            self._state_copiers[kind] = self._step.state_copier(
+                [slots[state] for state in own], [caches[state] for state in own]
+            )
         self._bind(self._bindings._replace(caches=caches, slots=slots))
 
     def unbind(self) -> None:
         """Drop the KV pool and all references to weights; call `bind` before the next step."""
         self._bindings = self._bindings._replace(caches={}, slots={})
+        self._state_copiers = {}
         self.executables = {}
 
     def use(self, kernels: Kernels) -> None:
@@ -210,21 +217,20 @@ class Model:
 
     def restore_states(self, moves: Mapping[str, bytearray]) -> None:
         """Copy the recurrent states of blocks to slots. moves: as in `StepInput.restores`"""
-        for state, slots, blocks in self._moved(moves):
-            self.slots[state].index_copy_(0, slots, self.caches[state].index_select(0, blocks))
+        for copier, slots, blocks in self._moved(moves):
+            copier.to_slots(slots, blocks)
 
     def copy_states(self, moves: Mapping[str, bytearray]) -> None:
         """Copy the recurrent states of slots to blocks. moves: as in `StepInput.copies`"""
-        for state, slots, blocks in self._moved(moves):
-            self.caches[state].index_copy_(0, blocks, self.slots[state].index_select(0, slots))
+        for copier, slots, blocks in self._moved(moves):
+            copier.to_blocks(slots, blocks)
 
-    def _moved(self, moves: Mapping[str, bytearray]) -> Iterator[tuple[State, Tensor, Tensor]]:
-        """The recurrent states, each with the slots and blocks i64[N] between which it moves."""
-        sent = {kind: self.send(pairs).long().view(2, -1) for kind, pairs in moves.items()}
-        for state in self.slots:
-            if state.kind in sent:
-                slots, blocks = sent[state.kind]
-                yield state, slots, blocks
+    def _moved(self, moves: Mapping[str, bytearray]) -> Iterator[tuple[StateCopier, Tensor, Tensor]]:
+        """What copies each kind of recurrent state, with the slots and blocks i32[N] between which they move."""
+        for kind, copier in self._state_copiers.items():
+            if kind in moves:
+                slots, blocks = self.send(moves[kind]).view(2, -1)
+                yield copier, slots, blocks
 
     def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
         """The copier of blocks of these caches [num_blocks, width] to rows and back; valid until `bind`."""

@@ -32,6 +32,7 @@ class Op:
     is_collective: bool = False  # its body takes a list of all ranks' tensors, and gives what each of them gets
     lowered: Op | None = None  # of a semantic op with recurrent state: the op of a batch that takes its place
     heads: Mapping[str, int | None] = field(default_factory=dict)  # see `op`
+    state_flops: int = 0  # of an op with recurrent state: a token's operations on each number of it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)

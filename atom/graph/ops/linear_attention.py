@@ -32,7 +32,7 @@ def _gated_delta(q: Type, k: Type, v: Type, decay: Type, beta: Type, state: Stat
     return v
 
 
-@recurrent(_gated_delta, heads={"q": 1, "k": 1, "v": 1, "decay": 1, "beta": 1, "state": 0})
+@recurrent(_gated_delta, heads={"q": 1, "k": 1, "v": 1, "decay": 1, "beta": 1, "state": 0}, flops=6)
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, scale: float,
                 normalize: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gated delta rule (Yang et al. 2024), token by token in float32.
@@ -74,7 +74,7 @@ def _lightning(q: Type, k: Type, v: Type, state: State, slopes: Type, *, scale: 
     return v
 
 
-@recurrent(_lightning, heads={"q": 1, "k": 1, "v": 1, "state": 0, "slopes": 0})
+@recurrent(_lightning, heads={"q": 1, "k": 1, "v": 1, "state": 0, "slopes": 0}, flops=4)
 def lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, *,
               scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Lightning attention (Qin et al. 2024): linear attention whose heads have a fixed decay, in float32.

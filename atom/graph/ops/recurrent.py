@@ -30,7 +30,7 @@ Infer = Callable[..., Type | tuple[Type, ...]]
 
 
 def recurrent(
-    infer: Infer, *, heads: Mapping[str, int | None] | None = None
+    infer: Infer, *, heads: Mapping[str, int | None] | None = None, flops: int = 2
 ) -> Callable[[Callable[..., tuple[Any, Tensor]]], Op]:
     """Make two ops of what a recurrence does with one sequence: NAME of a whole one, batched_NAME of a step's.
 
@@ -40,6 +40,7 @@ def recurrent(
 
     infer: the shape rule; of the state it gets the `State` of the text
     heads: see `op`; None: each rank computes all of it
+    flops: a token's multiplications and additions with each number of the state, by which its least time is computed
     """
 
     def register(body: Callable[..., tuple[Any, Tensor]]) -> Op:
@@ -67,7 +68,7 @@ def recurrent(
         batched_signature = signature.replace(parameters=[*parameters[: place + 1], batch, *parameters[place + 1 :]])
         batched.__module__ = whole.__module__ = body.__module__
         whole.__doc__, batched.__doc__ = body.__doc__, f"`{name}` of a batch, whose slots have states [slots + 1, …]."
-        lowered = Op(f"batched_{name}", batched, infer_batched, LOWERED, True, (), batched_signature)
+        lowered = Op(f"batched_{name}", batched, infer_batched, LOWERED, True, (), batched_signature, state_flops=flops)
         semantic = Op(name, whole, infer_whole, SEMANTIC, False, (), signature, lowered=lowered, heads=heads or {})
         OPS[name], OPS[lowered.name] = semantic, lowered
         return semantic

@@ -64,7 +64,7 @@ def _ssd(x: Type, dt: Type, b: Type, c: Type, state: State, a_log: Type, d: Type
     return x
 
 
-@recurrent(_ssd, heads={"x": 1, "dt": 1, "b": 1, "c": 1, "state": 0, "a_log": 0, "d": 0})
+@recurrent(_ssd, heads={"x": 1, "dt": 1, "b": 1, "c": 1, "state": 0, "a_log": 0, "d": 0}, flops=4)
 def ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a_log: Tensor,
         d: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba-2's state space model (Dao & Gu 2024), token by token in float32.
@@ -93,7 +93,7 @@ def _selective_scan(x: Type, dt: Type, b: Type, c: Type, state: State, a_log: Ty
     return x
 
 
-@recurrent(_selective_scan, heads={"x": 1, "dt": 1, "state": 0, "a_log": 0, "d": 0})
+@recurrent(_selective_scan, heads={"x": 1, "dt": 1, "state": 0, "a_log": 0, "d": 0}, flops=4)
 def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a_log: Tensor,
                    d: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba's selective scan (Gu & Dao 2023), token by token in float32.

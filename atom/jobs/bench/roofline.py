@@ -4,11 +4,12 @@ What a step has to read and to multiply is divided by these rates.
 
     costs = read_costs(compile_graph(config))
     limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matmuls
-    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
+    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…), …}
     min_seconds(costs, step, limits)                        # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's if a row samples, an expert's with the probability that a
-token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
+token chose it), the KV that the rows see, recurrent states, which are read and written, and the operations on all of
+these; not activations, nor what else is written.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MATMUL_SIZES = [1 << power for power in range(9, 15)]
 
 
 class Work(NamedTuple):
-    bytes: float = 0.0  # read
+    bytes: float = 0.0  # read, and of recurrent states written
     flops: float = 0.0  # on numbers of the run's dtype
     fp8: float = 0.0  # operations on such numbers
     int8: float = 0.0
@@ -134,6 +135,18 @@ class Attention(NamedTuple):
         return work if self.weight is None else total([work, self.weight.work(step.num_tokens)])
 
 
+class Recurrence(NamedTuple):
+    """One layer's recurrent op."""
+
+    state: tuple[StateRule, int]  # the rule, and the bytes of an entry
+    flops: int  # of a token
+
+    def work(self, step: Step) -> Work:
+        rule, num_bytes = self.state
+        num_written = len(step.decodes) + len(step.chunks)
+        return Work(float((num_read(rule, step) + num_written) * num_bytes), float(step.num_tokens * self.flops))
+
+
 def num_read(rule: StateRule, step: Step) -> int:
     """The number of entries of a state that the step reads."""
     decodes = sum(rule.num_read(context - 1, context) for context in step.decodes)
@@ -147,9 +160,10 @@ class Costs:
     num_bytes: int = 0  # of weights that are in no matmul: norms
     matmuls: list[Matmul] = field(default_factory=list)  # in order
     attention: list[Attention] = field(default_factory=list)  # in order
+    recurrent: list[Recurrence] = field(default_factory=list)  # in order
 
     def work(self, num_rows: int) -> Work:
-        """The work without attention; none without rows."""
+        """The work without attention and recurrent ops; none without rows."""
         if not num_rows:
             return Work()
         matmuls = (matmul.work(num_rows).times(count) for matmul, count in Counter(self.matmuls).items())
@@ -176,6 +190,8 @@ def program_costs(program: Program) -> Costs:
         matmuls = find_matmuls(node, weights)
         if node.target in ATTENTION:
             costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
+        elif node.target.state_flops:
+            costs.recurrent.append(recurrence_costs(node))
         else:
             costs.matmuls += matmuls
         if not matmuls:
@@ -238,13 +254,22 @@ def attention_costs(node: Node, weight: Matmul | None) -> Attention:
     return Attention(None, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
 
 
+def recurrence_costs(node: Node) -> Recurrence:
+    (state,) = (leaf for leaf in node_leaves(node) if isinstance(leaf, State))
+    return Recurrence((state.rule, state.type.num_bytes), node.target.state_flops * state.type.num_elements)
+
+
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
-    """The work of a step: in matmuls with weights, and in attention."""
+    """The work of a step: in matmuls with weights, in attention, and in recurrent ops."""
     rows = step.num_rows(costs)
-    layers = Counter(layer for name in rows for layer in costs[name].attention)
+
+    def of_layers(layers: Iterable[Attention | Recurrence]) -> Work:
+        return total(layer.work(step).times(count) for layer, count in Counter(layers).items())
+
     return {
         "matrix": total(costs[name].work(num) for name, num in rows.items()),
-        "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
+        "attention": of_layers(layer for name in rows for layer in costs[name].attention),
+        "recurrent": of_layers(layer for name in rows for layer in costs[name].recurrent),
     }
 
 

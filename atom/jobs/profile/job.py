@@ -250,6 +250,8 @@ def describe(
     for kind in (*KINDS, OTHER):
         rows = [row for row in summary.rows if (row.kind or OTHER) == kind]
         calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
+        if kind == "recurrent" and not (rows or any(each[kind].bytes for each in work)):
+            continue  # of a model without
         is_known = rows and kind != OTHER
         limit = limits.seconds(total(each[kind] for each in work)) if is_known else None
         kinds.append(entry(kind, calls, seconds, limit))

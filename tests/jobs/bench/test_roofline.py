@@ -52,6 +52,10 @@ QWEN3_8B = {**SIZES, "hidden_size": 4096, "num_hidden_layers": 36, "num_attentio
             "tie_word_embeddings": False}  # fmt: skip
 QWEN3_06B = {**SIZES, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072,
              "tie_word_embeddings": True}  # fmt: skip
+QWEN3_5_2B = {**SIZES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 2048,
+              "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+              "intermediate_size": 6144, "full_attention_interval": 4, "linear_num_key_heads": 16,
+              "linear_num_value_heads": 32, "tie_word_embeddings": True}  # fmt: skip
 H200 = Limits(4.47e12, 804e12)
 
 
@@ -84,6 +88,18 @@ def test_the_bytes_and_operations_of_a_decode_by_hand(costs_of: Any):
     work = step_work(costs, decode(300, 7))
     assert work["matrix"] == Work((matrices + vectors) * 2 + 64 * 4, 2 * 2 * matrices), "64 rope frequencies in fp32"
     assert work["attention"] == Work(307 * 36 * 2 * 8 * 128 * 2, 307 * 36 * 4 * 32 * 128)
+
+
+def test_the_states_of_recurrent_layers_are_read_and_written(costs_of: Any):
+    costs = costs_of(QWEN3_5_2B)  # one of four layers has attention
+    state = 32 * 128 * 128  # a value head's keys and values
+    inputs = 3 * (2 * 16 * 128 + 32 * 128)  # what the convolution read before
+    entry = state * 4 + inputs * 2
+    token = state * 6 + inputs * 2
+    assert step_work(costs, decode(300, 7))["recurrent"] == Work(3 * 2 * 2 * entry, 3 * 2 * token)
+    first = Step(0.0, array("q"), [(0, 100)], 1)
+    assert step_work(costs, first)["recurrent"] == Work(3 * entry, 3 * 100 * token), "nothing is read at the start"
+    assert step_work(costs_of(QWEN3_06B), decode(300, 7))["recurrent"] == Work()
 
 
 def test_a_head_is_read_where_a_row_samples_and_a_tied_one_like_any_other(costs_of: Any):

@@ -170,6 +170,8 @@ def test_processes_with_recurrent_state_give_what_one_gives(name: str, changes: 
             marks=pytest.mark.slow,
         ),
         ("deepseek_v3", {"parallel.data": 3}),
+        ("qwen3_next", {"parallel.data": 2, "parallel.experts": 2, "state_memory": 1 << 16}),
+        pytest.param("lfm2_moe", {"parallel.data": 2, "state_memory": 1 << 15}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -199,6 +201,9 @@ def test_groups_generate_the_tokens_of_the_reference(
         ("qwen3_moe", {"parallel.pipeline": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("llama_tied", {"pipeline_parallel_size": 2, "method": "ngram", "num_speculative_tokens": 3}),
         ("gpt_oss", {"parallel.pipeline": 2, "parallel.data": 2, "parallel.experts": 2}),
+        ("qwen3_5", {"pipeline_parallel_size": 3, "state_memory": 1 << 16}),
+        pytest.param("lfm2", {"pipeline_parallel_size": 2, "state_memory": 1 << 16}, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", {"pipeline_parallel_size": 2, "state_memory": 1 << 16}, marks=pytest.mark.slow),
     ],
 )
 def test_stages_generate_the_tokens_of_the_reference(

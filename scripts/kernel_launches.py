@@ -525,7 +525,7 @@ def expand_adapters() -> None:
 def recur() -> None:
     """Recurrences of decodes and prompts."""
     from atom.graph import Batch
-    from atom.kernels.triton.recurrent import causal_conv, gated_delta, ssd
+    from atom.kernels.triton.recurrent import causal_conv, gated_delta, lightning, selective_scan, ssd
 
     numbers = zeros(5, dtype=torch.int32)
     batch = Batch({}, {}, numbers, numbers[:4], 4, slots=numbers[:4])
@@ -539,9 +539,17 @@ def recur() -> None:
         for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, False)):
             given = keys, keys, x, decay, x[..., 0], states, batch
             gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
+        lightning.batched_lightning(x, x, x, states, batch, steps[0, :, 0].contiguous(), scale=0.1)
         x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
         states = zeros(6, 64, 64, 128, dtype=torch.float32)
         ssd.batched_ssd(x, dt, b, b, states, batch, dt[0], dt[0])
+        x, b, dt = (
+            zeros(tokens, 8192, dtype=dtype),
+            zeros(tokens, 16, dtype=dtype),
+            zeros(tokens, 8192, dtype=torch.float32),
+        )
+        states = zeros(6, 8192, 16, dtype=torch.float32)
+        selective_scan.batched_selective_scan(x, dt, b, b, states, batch, states[0], dt[0])
 
 
 def sum_over_ranks() -> None:

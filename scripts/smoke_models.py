@@ -86,6 +86,18 @@ def nemotron_h(**changes: Any) -> dict[str, Any]:
     return COMMON | named | changes
 
 
+def mamba(**changes: Any) -> dict[str, Any]:
+    """Two layers of Mamba, without attention."""
+    return COMMON | {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 16} | changes
+
+
+def minimax(**changes: Any) -> dict[str, Any]:
+    """Two layers with experts: lightning attention, and attention."""
+    named = {"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"], "head_dim": 64, "num_local_experts": 4,
+             "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    return COMMON | named | changes
+
+
 def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loudness: float = 1.0) -> Path:
     """Write config.json and random weights to a new folder. loudness: of what layers add to the embedding
 

@@ -41,6 +41,8 @@ from scripts.smoke_models import (  # noqa: E402
     deepseek_v3,
     gpt_oss,
     lfm2,
+    mamba,
+    minimax,
     nemotron_h,
     qwen3,
     qwen3_5,
@@ -365,7 +367,7 @@ def windows(session: Session) -> str:
     return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release, bounds=ROUTED))
 
 
-def recurrent(session: Session, config: dict[str, Any]) -> str:
+def recurrent(session: Session, config: dict[str, Any], bounds: Bounds = DENSE) -> str:
     def check_copies(engine: LLMEngine) -> None:
         """An equal prompt begins with a copy of the state of the first one, and gives the same answer."""
         stats, prompt = engine.metrics.scheduler, draw_prompt(100, 7, 512)
@@ -375,7 +377,7 @@ def recurrent(session: Session, config: dict[str, Any]) -> str:
         assert first == second, f"from a copy of the state {second}, without {first}"
 
     fields = {"max_num_batched_tokens": 64, "max_model_len": 512, "state_memory": 1 << 26}
-    return session.compare(Check(session.write(config), (70,), fields=fields, event=check_copies))
+    return session.compare(Check(session.write(config), (70,), fields=fields, event=check_copies, bounds=bounds))
 
 
 def short_convolution(session: Session) -> str:
@@ -386,8 +388,16 @@ def delta_rule(session: Session) -> str:
     return recurrent(session, qwen3_5())
 
 
-def mamba(session: Session) -> str:
+def mamba_2(session: Session) -> str:
     return recurrent(session, nemotron_h())
+
+
+def selective_scan(session: Session) -> str:
+    return recurrent(session, mamba())
+
+
+def lightning(session: Session) -> str:
+    return recurrent(session, minimax(), ROUTED)
 
 
 def check_drafts(engine: LLMEngine) -> None:
@@ -502,7 +512,9 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "windows": windows,
     "short-convolution": short_convolution,
     "delta-rule": delta_rule,
-    "mamba": mamba,
+    "mamba-2": mamba_2,
+    "selective-scan": selective_scan,
+    "lightning": lightning,
     "ngram": ngram,
     "mtp": mtp,
     "lora": lora,

@@ -216,7 +216,7 @@ def accepts_delta(_target: Target, q: Type, *_types: Any, **_attributes: Any) ->
     return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
 
 
-def accepts_ssd(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
+def accepts_scan(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
     """channels of up to 256 numbers of state"""
     size = int(b.shape[-1])
     return None if size <= MAX_STATE_DIM else f"a channel's state has {size} numbers, more than {MAX_STATE_DIM}"
@@ -290,6 +290,18 @@ def _load_delta(_context: LoadContext) -> object:
     return gated_delta
 
 
+def _load_lightning(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import lightning
+
+    return lightning
+
+
+def _load_scan(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import selective_scan
+
+    return selective_scan
+
+
 def _load_ssd(_context: LoadContext) -> object:
     from atom.kernels.triton.recurrent import ssd
 
@@ -317,7 +329,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
-    _kernel(ops.OPS["batched_ssd"], _load_ssd, accepts_ssd),
+    _kernel(ops.OPS["batched_lightning"], _load_lightning, accepts_delta),
+    _kernel(ops.OPS["batched_selective_scan"], _load_scan, accepts_scan),
+    _kernel(ops.OPS["batched_ssd"], _load_ssd, accepts_scan),
     _kernel(ops.router, _load_router),
     _kernel(ops.add_norm_router, _load_router),
     _kernel(ops.group, _load_grouping),

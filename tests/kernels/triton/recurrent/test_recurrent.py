@@ -19,13 +19,17 @@ from atom.graph import BATCH, Batch, LatestState, Type, ops
 from atom.kernels import LoadContext, find_kernel
 from atom.kernels.backend import Target
 
-NAMES = ["causal_conv", "gated_delta", "ssd"]
+NAMES = ["causal_conv", "gated_delta", "lightning", "selective_scan", "ssd"]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {}),
     ("causal_conv", {"channels": 130, "taps": 3, "kind": None, "has_bias": False}),
     ("causal_conv", {"channels": 8, "taps": 2, "kind": "gelu"}),
     ("gated_delta", {"key_heads": 2, "heads": 4}),
     ("gated_delta", {"key_heads": 2, "heads": 2, "key_dim": 8, "value_dim": 33, "by_dim": True, "normalize": False}),
+    ("lightning", {}),
+    ("lightning", {"heads": 2, "dim": 33}),
+    ("selective_scan", {}),
+    ("selective_scan", {"channels": 8, "size": 7}),
     ("ssd", {"heads": 4, "groups": 2}),
     ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
 ]

@@ -1,0 +1,65 @@
+"""Lightning attention of a step's sequences, token by token.
+
+    o = batched_lightning(q, k, v, state, batch, slopes, scale=0.088)
+
+A program keeps some columns of a head's state in registers while it goes through a sequence's tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph import Batch
+from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.gpu import find_gpu
+
+COLUMNS = 32  # of a program
+
+
+@jit(
+    do_not_specialize=["q_stride", "k_stride", "v_stride"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+)
+def _lightning(
+    q, k, v, states, slots, starts, lengths, slopes, out, q_stride, k_stride, v_stride, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    is_dim, is_column = dims < DIM, columns < WIDTH
+    first = tl.load(starts + sequence).to(tl.int64)
+    count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
+    is_old = tl.load(lengths + sequence) > count
+    slot = tl.load(slots + sequence).to(tl.int64)
+    places = states + ((slot * HEADS + head) * DIM + dims[:, None]) * WIDTH + columns[None, :]
+    is_there = is_dim[:, None] & is_column[None, :]
+    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    kept = tl.exp(-tl.load(slopes + head).to(tl.float32))
+    for t in range(count):
+        token = first + t
+        key = tl.load(k + token * k_stride + head * DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
+        query = tl.load(q + token * q_stride + head * DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
+        value = tl.load(v + token * v_stride + head * WIDTH + columns, mask=is_column, other=0.0).to(tl.float32)
+        state = state * kept + key[:, None] * value[None, :]
+        read = tl.sum(state * (query * SCALE)[:, None], 0)
+        tl.store(out + (token * HEADS + head) * WIDTH + columns, read.to(out.dtype.element_ty), mask=is_column)
+    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+
+
+def batched_lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, batch: Batch, slopes: Tensor, *,
+                      scale: float = 1.0) -> Tensor:  # fmt: skip
+    """Shapes as in the op. What it gives for tokens of no sequence is unset."""
+    assert batch.slots is not None and all(map(has_rows, (q, k, v))) and state.is_contiguous()
+    heads, width = v.shape[1:]
+    out = v.new_empty(v.shape)
+    grid = (len(batch.slots) * heads, -(-width // COLUMNS))
+    _lightning[grid](
+        q, k, v, state, batch.slots, batch.starts, batch.lengths, slopes, out, q.stride(0), k.stride(0), v.stride(0),
+        scale, heads, q.shape[2], width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,67 @@
+"""Mamba's selective scan of a step's sequences, token by token.
+
+    y = batched_selective_scan(x, dt, b, c, state, batch, a_log, d)
+
+A program keeps the states of some channels in registers while it goes through a sequence's tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph import Batch
+from atom.kernels.triton.attention.common import wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.gpu import find_gpu
+
+CHANNELS = 32  # of a program
+
+
+@jit(
+    do_not_specialize=["x_stride", "b_stride", "c_stride"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+)
+def _selective_scan(
+    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, INNER: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    sequence, channels = tl.program_id(0), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))
+    is_channel, is_column = channels < INNER, columns < SIZE
+    first = tl.load(starts + sequence).to(tl.int64)
+    count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
+    is_old = tl.load(lengths + sequence) > count
+    slot = tl.load(slots + sequence).to(tl.int64)
+    entries = channels[:, None] * SIZE + columns[None, :]
+    places = states + slot * INNER * SIZE + entries
+    is_there = is_channel[:, None] & is_column[None, :]
+    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(a_log + entries, mask=is_there, other=0.0).to(tl.float32))
+    skip = tl.load(d + channels, mask=is_channel, other=0.0).to(tl.float32)
+    for t in range(count):
+        token = first + t
+        step = tl.load(dt + token * INNER + channels, mask=is_channel, other=0.0)
+        value = tl.load(x + token * x_stride + channels, mask=is_channel, other=0.0).to(tl.float32)
+        write = tl.load(b + token * b_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+        read = tl.load(c + token * c_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * step[:, None]) + (value * step)[:, None] * write[None, :]
+        y = tl.sum(state * read[None, :], 1) + skip * value
+        tl.store(out + token * INNER + channels, y.to(out.dtype.element_ty), mask=is_channel)
+    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+
+
+def batched_selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
+                           d: Tensor) -> Tensor:  # fmt: skip
+    """Shapes as in the op. What it gives for tokens of no sequence is unset."""
+    assert batch.slots is not None and all(each.stride(1) == 1 for each in (x, b, c)) and state.is_contiguous()
+    inner, size = a_log.shape
+    out = x.new_empty(x.shape)
+    grid = (len(batch.slots), -(-inner // CHANNELS))
+    _selective_scan[grid](
+        x, dt.contiguous(), b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
+        b.stride(0), c.stride(0), inner, size, BLOCK_I=CHANNELS, num_warps=4, **find_gpu(x.device).options,
+    )  # fmt: skip
+    return out

@@ -41,7 +41,7 @@ def plan_memory(
     `state_memory`, and the other kinds what is left, see `plan_blocks`.
 
     memory_bytes: the size of slots and pools together; None: see num_blocks
-    num_blocks: of each pool but that of recurrent state, without block 0
+    num_blocks: of each pool but that of recurrent state, or of that one if there is no other, without block 0
     state_memory: bytes; None: STATE_SHARE of the pools
     describe_room: for the error, describes the bytes that are available and those that are needed
 
@@ -55,7 +55,8 @@ def plan_memory(
     if num_blocks is not None:
         planned = plan(num_blocks=num_blocks)
         total = sum(planned[kind.name] * kind.block_bytes for kind in kinds if kind.name in planned)
-        copies = int(total * STATE_SHARE / (1 - STATE_SHARE)) if state_memory is None else state_memory
+        own = int(total * STATE_SHARE / (1 - STATE_SHARE)) if planned else (1 + num_blocks) * size
+        copies = own if state_memory is None else state_memory
     else:
         assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
         slots = (limits.max_num_seqs + 1) * size

@@ -60,6 +60,7 @@ def test_recurrent_state_takes_its_slots_and_a_tenth_of_the_rest_for_copies() ->
 
 def test_a_model_of_recurrent_state_has_copies_in_all_of_its_pool() -> None:
     assert plan([STATE], memory_bytes=9 * 500 + 5500) == {"state": 11}
+    assert plan([STATE], num_blocks=7) == {"state": 8}
 
 
 def test_states_that_have_no_room_are_refused_with_what_to_lower() -> None:

@@ -25,6 +25,7 @@ from atom.kernels.cpp.recurrent import (
     accepts_state,
     causal_conv,
     gated_delta,
+    lightning,
     loader,
     selective_scan,
     ssd,
@@ -54,6 +55,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(ops.paged_attention, "cpp", on_device("cpu"), load_attention, build=build_attention),
     _recurrent(causal_conv, accepts_conv),
     _recurrent(gated_delta, accepts_state),
+    _recurrent(lightning, accepts_state),
     _recurrent(ssd, accepts_state),
     _recurrent(selective_scan, accepts_state),
 )

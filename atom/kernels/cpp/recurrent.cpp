@@ -1,4 +1,4 @@
-// Ops with recurrent state: the causal convolution, the gated delta rule, and the scans of Mamba-2 and Mamba.
+// Ops with recurrent state: the causal convolution, the delta rule, lightning attention, and the scans of Mamba-2 and Mamba.
 //
 // The tokens of a step's sequences lie one after another. Each sequence has a slot with its state, which is updated in
 // place; one that begins has a state of zeros, whatever is in its slot. All is computed in float32.
@@ -434,12 +434,53 @@ Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const 
   return y;
 }
 
+/// q and k [T, N, K], v [T, N, V], states fp32[slots + 1, N, K, V], slopes [N] -> [T, N, V]
+Tensor lightning(const Tensor &q, const Tensor &k, const Tensor &v, Tensor states, const Tensor &slots, const Tensor &starts,
+                 const Tensor &lengths, const Tensor &slopes, double scale) {
+  const int64_t dim = q.size(2), heads = v.size(1), columns = v.size(2), width = padded(columns);
+  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<float> decays = widened(slopes);
+  Tensor y = make_out(v, sequences);
+  by_dtype(v, [&]<class T>() {
+    const Rows<T> queries(q), keys(k), values(v);
+    T *made = elements<T>(y);
+    share(sequences.size() * heads, v.size(0) * dim * columns / std::max<int64_t>(sequences.size(), 1), [&](int64_t begin, int64_t end) {
+      std::vector<float> key(padded(dim)), query(padded(dim)), value(width), sum(width);
+      for (int64_t item = begin; item < end; ++item) {
+        const Sequence &each = sequences[item / heads];
+        const int64_t head = item % heads;
+        const float kept = std::exp(-decays[head]);
+        StateRows state(state_of(states, each.slot) + head * dim * columns, dim, columns, each.is_new);
+        for (int64_t t = each.first; t < each.first + each.count; ++t) {
+          widen_row(keys[t] + head * dim, dim, key.data());
+          widen_row(queries[t] + head * dim, dim, query.data());
+          widen_row(values[t] + head * columns, columns, value.data());
+          std::fill(sum.begin(), sum.end(), 0.0f);
+          for (int64_t d = 0; d < dim; ++d) {
+            float *row = state.rows + d * width;
+            const float read = query[d] * (float)scale;
+            for (int64_t at = 0; at < width; at += LANES) {
+              const Floats next = load<Floats>(row + at) * kept + load<Floats>(value.data() + at) * key[d];
+              store(next, row + at);
+              store(load<Floats>(sum.data() + at) + next * read, sum.data() + at);
+            }
+          }
+          for (int64_t at = 0; at < columns; at += LANES)
+            narrow_some(load<Floats>(sum.data() + at), made + (t * heads + head) * columns + at, columns - at);
+        }
+      }
+    });
+  });
+  return y;
+}
+
 } // namespace
 
 // `kernels/cpp/recurrent.py` defines them
 STABLE_TORCH_LIBRARY_IMPL(atom, CPU, library) {
   library.impl("causal_conv", TORCH_BOX(&causal_conv));
   library.impl("gated_delta", TORCH_BOX(&gated_delta));
+  library.impl("lightning", TORCH_BOX(&lightning));
   library.impl("ssd", TORCH_BOX(&ssd));
   library.impl("selective_scan", TORCH_BOX(&selective_scan));
 }

@@ -26,6 +26,7 @@ for schema in (
     f"causal_conv(Tensor x, {STEP}, Tensor weight, Tensor? bias, bool has_silu) -> Tensor",
     f"gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, {STEP}, float scale, bool normalize) "
     "-> Tensor",
+    f"lightning(Tensor q, Tensor k, Tensor v, {STEP}, Tensor slopes, float scale) -> Tensor",
     f"ssd{SCAN}",
     f"selective_scan{SCAN}",
 ):
@@ -62,6 +63,13 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
                 scale: float, normalize: bool = False) -> Tensor:  # fmt: skip
     return torch.ops.atom.gated_delta(  # type: ignore[no-any-return]
         q, k, v, decay, beta, state, batch.slots, batch.starts, batch.lengths, scale, normalize
+    )
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, batch: Batch, slopes: Tensor, *,
+              scale: float = 1.0) -> Tensor:  # fmt: skip
+    return torch.ops.atom.lightning(  # type: ignore[no-any-return]
+        q, k, v, state, batch.slots, batch.starts, batch.lengths, slopes, scale
     )
 
 

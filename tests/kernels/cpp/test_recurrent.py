@@ -18,7 +18,7 @@ from atom.kernels.backend import Target
 from atom.kernels.cpp.build import RECURRENT, load_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NAMES = ["causal_conv", "gated_delta", "ssd", "selective_scan"]
+NAMES = ["causal_conv", "gated_delta", "lightning", "ssd", "selective_scan"]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {}),
     ("causal_conv", {"channels": 200, "taps": 3, "kind": None, "has_bias": False}),
@@ -29,6 +29,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("gated_delta", {"key_heads": 1, "heads": 1, "key_dim": 128, "value_dim": 128, "normalize": False}),
     ("gated_delta", {"key_heads": 2, "heads": 4, "key_dim": 33, "value_dim": 100}),
     ("gated_delta", {"key_heads": 2, "heads": 2, "key_dim": 16, "value_dim": 1, "by_dim": True}),
+    ("lightning", {}),
+    ("lightning", {"heads": 2, "dim": 33}),
     ("ssd", {}),
     ("ssd", {"heads": 2, "groups": 1, "dim": 64, "size": 128}),
     ("ssd", {"heads": 5, "groups": 5, "dim": 1, "size": 1}),

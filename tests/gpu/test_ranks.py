@@ -52,6 +52,9 @@ DIVIDED = [
     ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2, "parallel.dispatch": "dispatch"}),
     ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("llama_tied", {"pipeline_parallel_size": 2}),
+    ("qwen3_5", {"tensor_parallel_size": 2, "state_memory": 1 << 20}),
+    ("lfm2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "state_memory": 1 << 20}),
+    ("qwen3_next", {"parallel.data": 2, "parallel.experts": 2, "state_memory": 1 << 20}),
 ]
 AMONG_FOUR = [
     ("qwen3_moe", {"tensor_parallel_size": 4}),

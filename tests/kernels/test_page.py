@@ -66,7 +66,8 @@ def words(kernel: Kernel) -> str:
     assert isinstance(accepts, OnDevice), kernel
     first = (accepts.accepts.__doc__ or "").partition("\n")[0]
     assert first and first[0].islower() and not first.endswith("."), f"{kernel.backend}.{kernel.op.name}: {first!r}"
-    kinds = [each for each in accepts.packed if each not in TYPES] + ["GGUF's"] * (set(TYPES) <= {*accepts.packed})
+    of_gguf = ["GGUF's"] if {*TYPES} <= {*accepts.packed} else [each for each in accepts.packed if each in TYPES]
+    kinds = [each for each in accepts.packed if each not in TYPES] + of_gguf
     parts = [first, f"packed: {', '.join(kinds)}" if kinds else "", f"activations: {', '.join(accepts.acts)}"]
     return "; ".join(parts[: 2 + bool(accepts.acts)]).rstrip("; ")
 

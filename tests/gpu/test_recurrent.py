@@ -11,6 +11,7 @@ import tiny
 import transformers
 from gpu.steps import GREEDY, set_depth
 from gpu.test_models import assert_greedy
+from packaging.version import Version
 from probe import assert_logits
 
 from atom import LLMEngine
@@ -18,7 +19,9 @@ from atom import LLMEngine
 pytestmark = pytest.mark.gpu
 
 Open = Callable[..., LLMEngine]
+NORMS_ALL_GROUPS = {"bamba", "granitemoehybrid"} if Version(transformers.__version__) < Version("5.24") else {}
 NAMES = [name for name, (config, _) in tiny.RECURRENT.items() if hasattr(transformers, config)]
+NAMES = [name for name in NAMES if name not in NORMS_ALL_GROUPS]  # whose groups transformers 5.17 norms as one
 EVENTFUL = ["lfm2", "qwen3_5", "nemotron_h", "mamba", "minimax_text_01"]
 
 

@@ -135,7 +135,7 @@ def pack(shape: BatchShape, rows: list[Row], num_decodes: int) -> Tensor:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("num_kinds", [1, 3])
+@pytest.mark.parametrize("num_kinds", [0, 1, 3])
 @pytest.mark.parametrize("num_padding", [0, 3])
 def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int):
     world = World(place.device, block_size, num_kinds, width=-(-700 // block_size))
@@ -201,7 +201,7 @@ def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("num_kinds", [1, 2])
+@pytest.mark.parametrize("num_kinds", [0, 1, 2])
 @pytest.mark.parametrize("more", [(0, 0, 0, 0), (1, 1, 0, 0), (140, 4, 3, 0), (2, 2, 2, 2), (140, 9, 3, 3)], ids=str)
 def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more: tuple[int, ...]):
     world = World(place.device, block_size, num_kinds, width=-(-500 // block_size))

@@ -1,4 +1,4 @@
-"""Copy blocks of several KV caches to rows and back, and recurrent states to blocks and back, on a CPU.
+"""Copy KV blocks to rows, recurrent states to blocks, and back, on a CPU.
 
 copier = BlockCopier([cache.view(num_blocks, -1) for cache in caches])
 copier.gather(blocks, rows)     # i64[N]: these blocks of all caches, concatenated per row

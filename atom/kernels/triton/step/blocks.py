@@ -1,4 +1,4 @@
-"""Copy blocks of several KV caches to rows and back, and recurrent states to blocks and back, on a GPU.
+"""Copy KV blocks to rows, recurrent states to blocks, and back, on a GPU.
 
 copier = BlockCopier([cache.view(num_blocks, -1) for cache in caches])
 copier.gather(blocks, rows)     # i64[N]: those blocks of all caches, one after the other in each row

@@ -71,10 +71,11 @@ def _launch(
         host_tokens, row_of, starts, new_length = rows.host_tokens, rows.row_of, rows.starts, rows.new_length
     (num_kinds, _, width), num_rows = tables.shape, slots.shape[0]
     num_tokens = 0 if host_tokens is None else host_tokens.shape[0]
-    _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, host_tokens, row_of, starts, new_length, max_accepted, drafts, state.tokens, state.lengths, tables,
-        inputs.tokens, inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
-        inputs.tables.stride(0), num_rows, inputs.batch.num_decodes, num_tokens, state.num_slots, width, stride,
+    given = (tables, inputs.slots, inputs.tables) if num_kinds else (None, None, None)
+    _prepare[(num_rows + -(-num_tokens // TOKENS), max(num_kinds, 1))](
+        slots, host_tokens, row_of, starts, new_length, max_accepted, drafts, state.tokens, state.lengths, *given,
+        inputs.tokens, inputs.positions, inputs.batch.lengths, inputs.slots.stride(0), inputs.tables.stride(0),
+        num_rows, inputs.batch.num_decodes, num_tokens, state.num_slots, width, stride,
         NUM_DRAFTS=num_drafts, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
@@ -100,13 +101,15 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     ],
 )
 def _prepare(
-    rows, host_tokens, row_of, starts, new_length, max_accepted, drafts, newest, known, slot_tables, tokens, positions,
-    lengths, slots, tables, slots_stride, tables_stride, num_rows, num_decodes, num_tokens, num_slots, width,
+    rows, host_tokens, row_of, starts, new_length, max_accepted, drafts, newest, known, slot_tables, slots, tables,
+    tokens, positions, lengths, slots_stride, tables_stride, num_rows, num_decodes, num_tokens, num_slots, width,
     drafts_stride, NUM_DRAFTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """slot_tables, slots, tables: None of a model without attention"""
     program, kind = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot_tables += kind * (num_slots + 1) * width
-    slots += kind * slots_stride
+    if slot_tables is not None:
+        slot_tables += kind * (num_slots + 1) * width
+        slots += kind * slots_stride
     if program < num_rows:  # a row: its table and length
         slot = tl.load(rows + program).to(tl.int64)
         end = tl.load(known + slot)
@@ -117,14 +120,15 @@ def _prepare(
                 tl.store(known + slot, end)
         end += tl.where(program < num_decodes, NUM_DRAFTS, 0)
         tl.store(lengths + program, end)
-        target = tables + kind * tables_stride + program.to(tl.int64) * width
-        entries = tl.arange(0, ENTRIES)
-        first = 0
-        while first * BLOCK_SIZE < end:
-            is_there = first + entries < width
-            found = tl.load(slot_tables + slot * width + first + entries, mask=is_there, other=0)
-            tl.store(target + first + entries, found, mask=is_there)
-            first += ENTRIES
+        if tables is not None:
+            target = tables + kind * tables_stride + program.to(tl.int64) * width
+            entries = tl.arange(0, ENTRIES)
+            first = 0
+            while first * BLOCK_SIZE < end:
+                is_there = first + entries < width
+                found = tl.load(slot_tables + slot * width + first + entries, mask=is_there, other=0)
+                tl.store(target + first + entries, found, mask=is_there)
+                first += ENTRIES
         if host_tokens is None:  # and the newest token, and drafts
             for number in tl.static_range(1 + NUM_DRAFTS):
                 at, position = program * (1 + NUM_DRAFTS) + number, end - 1 - NUM_DRAFTS + number
@@ -132,8 +136,10 @@ def _prepare(
                 if number > 0:
                     has_kv = number <= tl.load(max_accepted + program)
                     token = tl.maximum(tl.load(drafts + slot * drafts_stride + number - 1), 0)
-                block = tl.load(slot_tables + slot * width + position // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
-                tl.store(slots + at, block * BLOCK_SIZE + position % BLOCK_SIZE)
+                if slots is not None:
+                    place = slot_tables + slot * width + position // BLOCK_SIZE
+                    block = tl.load(place, mask=has_kv, other=0).to(tl.int64)
+                    tl.store(slots + at, block * BLOCK_SIZE + position % BLOCK_SIZE)
                 tl.store(tokens + at, token)
                 tl.store(positions + at, position.to(tl.int64))
     elif host_tokens is not None:
@@ -155,8 +161,9 @@ def _prepare(
             draft = tl.load(drafts + owner * drafts_stride + number, mask=is_there & is_draft, other=0)
             token = tl.where(number >= 0, tl.maximum(draft, 0), token)
             has_kv = has_kv & ((number < 0) | is_draft)
-        blocks = tl.load(slot_tables + owner * width + place // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
-        tl.store(slots + at, tl.where(has_kv, blocks * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=is_there)
+        if slots is not None:
+            blocks = tl.load(slot_tables + owner * width + place // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
+            tl.store(slots + at, tl.where(has_kv, blocks * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=is_there)
         tl.store(tokens + at, token, mask=is_there)
         tl.store(positions + at, place.to(tl.int64), mask=is_there)
 

@@ -335,6 +335,34 @@ def test_tokens_and_logits_are_those_of_the_weights_unpacked(
         engine.close()
 
 
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "names"),
+    [
+        ("qwen3_next", {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}, ("in_proj_qkvz.weight",)),
+        ("qwen3_5", {}, ("in_proj_qkv.weight", "in_proj_z.weight")),
+    ],
+)
+def test_linears_of_the_delta_rule_may_be_stored_in_blocks(
+    variant: str, changes: dict[str, int], names: tuple[str, ...], tmp_path: Path
+):
+    """As Qwen/Qwen3-Next-80B-A3B-Instruct-FP8 and Qwen/Qwen3.5-27B-FP8: those of few rows stay plain."""
+    tiny.save_changed(variant, tmp_path / "plain", **HYBRID, **changes)
+    plain = {
+        key.removesuffix(".weight")
+        for key in load_file(tmp_path / "plain" / "model.safetensors")
+        if key.endswith(
+            ("in_proj_ba.weight", "in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "lm_head.weight")
+        )
+    }
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+    layout = Layout({**config, "modules_to_not_convert": sorted(plain)}, fp8((8, 8), "_scale_inv"))
+    packed = pack(tmp_path / "plain", layout, tmp_path / "packed", ("_proj.weight", *names))
+    assert_same_as(tmp_path / "plain", packed, level=0)
+
+
 RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4},
                                    "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
 

@@ -102,7 +102,7 @@ model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize sc
 model.blocks.NAME.short_conv: taps bias
 model.blocks.NAME.gated_delta: key_heads value_heads key_dim value_dim taps by_head eps beta_scale decay_rank gate_rank gate_act
 model.block_scales.NAME: read given kept
-model.blocks.NAME.mamba2: heads head_dim state groups taps step_min norm conv_bias bias
+model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
 model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
 model.gguf: architecture interleaved norm_offset split ignore_merges

@@ -123,12 +123,18 @@ def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
     """Read the object in a JSON file. CheckpointError if the file is missing, too large, or has anything else."""
     data = read_file(path, limit)
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_hook=as_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object; download it again")
     return value
+
+
+def as_number(item: dict[str, Any]) -> Any:
+    """The number that transformers writes as an object, since JSON has no word for it: {"__float__": "Infinity"}."""
+    text = item.get("__float__")
+    return float(text) if isinstance(text, str) and len(item) == 1 else item
 
 
 def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:

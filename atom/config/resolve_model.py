@@ -17,6 +17,7 @@ from atom.config.schema import (
     BlockConfig,
     BlockSettings,
     Config,
+    Mamba2Config,
     MLPConfig,
     ModelConfig,
     RopeConfig,
@@ -112,6 +113,7 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
         check_multiple(block.gated_delta, "value_heads", "key_heads", f"{at}.gated_delta")
     if block.mamba2 is not None:
         check_multiple(block.mamba2, "heads", "groups", f"{at}.mamba2")
+        check_steps(block.mamba2, f"{at}.mamba2")
     return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp"))
 
 
@@ -157,6 +159,12 @@ def check_multiple(block: BlockSettings, name: str, divisor: str, at: str) -> No
     value, by = getattr(block, name), getattr(block, divisor)
     if value % by:
         raise ConfigError(f"{at}.{name}={value} is not a multiple of {divisor}={by}")
+
+
+def check_steps(block: Mamba2Config, at: str) -> None:
+    """Check that the limits of time steps are in order."""
+    if block.step_max is not None and block.step_max < block.step_min:
+        raise ConfigError(f"{at}.step_max={block.step_max} is less than step_min={block.step_min}")
 
 
 def check_branches(model: ModelConfig) -> None:

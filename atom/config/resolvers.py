@@ -5,12 +5,14 @@
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
+    ${finite:${hf:time_step_limit.1,null}}
 
 null, as a key that config.json has not, gives null. A value of another type is a ConfigError that names the field.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from omegaconf import ListConfig
@@ -94,6 +96,11 @@ def round_up(number: Any, multiple: Any, *, _node_: Any) -> int | None:
     return int(-(-number // multiple) * multiple)
 
 
+def finite(number: Any) -> Any:
+    """A limit, null for an infinite one."""
+    return None if isinstance(number, float) and math.isinf(number) else number
+
+
 def check_numbers(*numbers: Any, node: Any) -> None:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1 << 53:
@@ -109,4 +116,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, repeat, where, spell, count, scaled, round_up)
+RESOLVERS = (every, repeat, where, spell, count, scaled, round_up, finite)

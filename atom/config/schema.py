@@ -192,6 +192,7 @@ class Mamba2Config:
     groups: int = number(1, 1, INT32)  # of heads, which share what is written to states and read from them
     taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution reads, its own included
     step_min: float = number(0.0, 0)  # the least time step
+    step_max: float | None = number(None, 0, above=True)  # the largest one; null: no limit
     norm: str = one_of("after_gate", "before_gate", "none")  # of the output, by group, and its gate
     conv_bias: bool = True  # on the convolution
     bias: bool = False  # on both linears

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from atom.checkpoint import Checkpoint
+from atom.checkpoint.stacked import unstack
 from atom.config.schema import ModelConfig
+from atom.config.stored_names import stacked_parts
 from atom.process.messages import say
 
 
@@ -27,6 +29,7 @@ def settle_head(model: ModelConfig, checkpoint: Checkpoint | None, overrides: It
     if checkpoint is None or not model.tied or not head or f"{head}weight" in model.ignore:
         return model
     opened = checkpoint.with_tensors()
+    opened = opened and unstack(opened, stacked_parts(model))  # an embedding may be stored under another name
     stored = [name for name in (opened.tensors if opened else ()) if name.startswith(head) and name != f"{head}bias"]
     if opened is None or not stored:
         return model

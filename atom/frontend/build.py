@@ -8,6 +8,8 @@ graph = build(config.model, "bf16", "bf16", method="draft", draft=draft)    # of
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from atom.checkpoint import DRAFT_PREFIX
 from atom.config import ModelConfig, QuantConfig
 from atom.config.draft import find_aux_layers
@@ -40,10 +42,12 @@ def build(
     ConfigError if the model has no layer that drafts.
     """
     graph = Graph()
+    writers: list[Writer] = []
 
     def writer(program: str, of: ModelConfig = model) -> Writer:
         prefix = DRAFT_PREFIX if of is draft else ""
-        return Writer(of, graph.program(program), dtype, cache_dtype, quant, prefix)
+        writers.append(Writer(of, graph.program(program), dtype, cache_dtype, quant, prefix))
+        return writers[-1]
 
     eagle3 = None if draft is None else draft.eagle3
     write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else ())
@@ -52,6 +56,17 @@ def build(
         write_pool(writer(POOL))
     if method in WRITERS and (draft is not None or not METHODS[method].model_file):
         WRITERS[method](writer, draft or model, graph.programs[BODY].results[1:])
+    check_scales(model, {name for each in writers if each.model is model for name in each.scaled})
     if quant.requires_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph
+
+
+def check_scales(model: ModelConfig, read: Collection[str]) -> None:
+    """Check that each of model.scales is of something that the model has.
+
+    read: the names of those that were
+    """
+    for name, scale in model.scales.items():
+        if scale != 1 and name not in read:
+            raise ConfigError(f"model.scales.{name}={scale}: no linear of this model is scaled so; leave it out")

@@ -80,7 +80,8 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     )
     roles = ("mamba_step", "mamba_decay", "mamba_skip")
     step, decay, skip = (number_by_head(writer, role, heads, layer) for role in roles)
-    dt = writer.call(ops.time_step, dt, step, low=block.step_min, name="dt")
+    limit = {} if block.step_max is None else {"high": block.step_max}
+    dt = writer.call(ops.time_step, dt, step, low=block.step_min, **limit, name="dt")
     state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.state)))
     y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
     z = writer.call(ops.activate, z, kind="silu", name="z")

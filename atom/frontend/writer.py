@@ -11,7 +11,7 @@ it, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -40,6 +40,7 @@ class Writer:
     cache_dtype: str
     quant: QuantConfig
     prefix: str = ""  # ahead of the names of weights and caches
+    scaled: set[str] = field(default_factory=set)  # names in model.scales that were read
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
         return self.program.call(op, *map(self._prefixed, args), name=name, **kwargs)
@@ -114,6 +115,7 @@ class Writer:
     def scale_as(self, x: Node, name: str) -> Node:
         """x times the number that `model.scales` has for a name, if any"""
         by = self.model.scales.get(name, 1.0)
+        self.scaled.add(name)
         return self.scale(x, None if by == 1 else by)
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",

@@ -21,16 +21,6 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def test_the_first_checkpoints_name_their_layers_and_sizes_in_other_words(tmp_path: Path):
-    """As LiquidAI/LFM2-350M: full_attn_idxs, block_ff_dim, and a width that is two thirds of it, rounded up."""
-    model = tiny.save_changed("lfm2", tmp_path, block_ffn_dim_multiplier=1.3)
-    rewrite(tmp_path, layer_types=None, full_attn_idxs=[1], intermediate_size=None, block_ff_dim=80,
-            tie_word_embeddings=None, tie_embedding=True)  # fmt: skip
-    config = load([f"checkpoint={tmp_path}", "dtype=fp32"])
-    assert (config.model.layer_types, config.model.mlp[0].width) == (["conv", "full_attention", "conv"], 72)
-    assert_same_as_transformers(config, model.eval())
-
-
 def test_without_any_types_all_layers_have_attention(tmp_path: Path):
     model = tiny.save_changed("lfm2", tmp_path, layer_types=["full_attention"] * 3)
     rewrite(tmp_path, layer_types=None)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import tiny
-from semantic import assert_same_as_transformers
 
 from atom.config.load import load
 from atom.errors import AtomError
@@ -19,15 +18,6 @@ def write_older(folder: Path, pattern: str, **more: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["layers_block_type"]
     (folder / "config.json").write_text(json.dumps(config | {"hybrid_override_pattern": pattern} | more))
-
-
-@pytest.mark.parametrize("more", [{}, {"num_hidden_layers": 5}])
-def test_layers_may_be_spelled_by_letters(more: dict[str, int], tmp_path: Path):
-    model = tiny.save_changed("nemotron_h", tmp_path)
-    write_older(tmp_path, "M-*-M", **more)
-    config = load([f"checkpoint={tmp_path}", "dtype=fp32"])
-    assert (config.model.layers, config.model.layer_types) == (5, model.config.layers_block_type)
-    assert_same_as_transformers(config, model.eval())
 
 
 def test_layers_with_nothing_but_an_mlp_keep_no_state(tmp_path: Path):

@@ -1,0 +1,310 @@
+"""Families with recurrent state as the hub has them: config.json with its own fields, tensors under its own names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from semantic import assert_same_as_transformers
+
+from atom import weights
+from atom.checkpoint import SilentProgress
+from atom.compiler import semantic_graph
+from atom.config.checkpoint import open_for
+from atom.config.load import load
+from atom.errors import AtomError
+
+Tensors = dict[str, torch.Tensor]
+INF = float("inf")
+VLLM = "vllm/model_executor/models"
+
+
+class HubForm(NamedTuple):
+    """What a folder of the hub has where transformers writes something else."""
+
+    source: str  # the loader that names and fields are taken from, and a checkpoint that has them
+    variant: str = ""  # of tiny.RECURRENT; "": of the form's name
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the variant's config
+    fields: Mapping[str, Any] = MappingProxyType({})  # of config.json
+    without: tuple[str, ...] = ()  # keys of config.json
+    only: bool = False  # config.json has no other fields
+    names: Mapping[str, str] = MappingProxyType({})  # expressions of names -> what stands in their place
+    edit: Callable[[Tensors], Tensors] = dict  # of what names do not say
+    in_bf16: tuple[str, ...] = ()  # ends of names of tensors that are stored in bf16
+    overrides: tuple[str, ...] = ()
+
+
+def with_images(tensors: Tensors) -> Tensors:
+    """Also the tensors of what reads images, and of what drafts."""
+    return tensors | {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.norm.weight": torch.zeros(48)}
+
+
+def own_convolutions(tensors: Tensors) -> Tensors:
+    """Convolutions by q, k and v, which transformers 5.24 writes as three equal parts, whatever their sizes are."""
+    made = dict(tensors)
+    for layer in range(3):
+        at = f"model.layers.{layer}.linear_attn."
+        whole = torch.cat([tensors[f"{at}{name}_conv1d.weight"] for name in "qkv"])
+        parts = whole.split([len(tensors[f"{at}{name}_proj.weight"]) for name in "qkv"])
+        made |= {f"{at}{name}_conv1d.weight": part.clone() for name, part in zip("qkv", parts, strict=True)}
+    return made
+
+
+def with_head(tensors: Tensors) -> Tensors:
+    """Also a tied head, as mamba-ssm saves it."""
+    return tensors | {"lm_head.weight": tensors["backbone.embedding.weight"].clone()}
+
+
+def stacked_experts(tensors: Tensors) -> Tensors:
+    """gate_up_proj [E, 2 W, H] and down_proj [E, H, W] in place of three tensors for each expert."""
+    found: dict[tuple[str, str], list[torch.Tensor]] = {}
+    kept = {}
+    for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name):
+            found.setdefault((match[1], match[2]), []).append(tensors[name])
+        else:
+            kept[name] = tensors[name]
+    whole = {key: torch.stack(parts) for key, parts in found.items()}
+    for at in {at for at, _ in whole}:
+        kept[f"{at}.gate_up_proj"] = torch.cat([whole[at, "gate"], whole[at, "up"]], 1)
+        kept[f"{at}.down_proj"] = whole[at, "down"]
+    return kept
+
+
+FORMS = {
+    "lfm2": HubForm(
+        f"{VLLM}/lfm2.py; LiquidAI/LFM2-350M",
+        changes={"block_ffn_dim_multiplier": 1.3},
+        fields={"full_attn_idxs": [1], "block_ff_dim": 80, "tie_embedding": True, "rope_theta": 1000000.0, "block_norm_eps": 1e-5,
+                "conv_dim": 48, "conv_dim_out": 48, "block_dim": 48, "num_heads": 4, "use_pos_enc": True, "block_use_swiglu": True},
+        without=("layer_types", "intermediate_size", "tie_word_embeddings", "rope_parameters"),
+    ),
+    "lfm2_moe": HubForm(
+        f"{VLLM}/lfm2_moe.py; LiquidAI/LFM2-8B-A1B",
+        fields={"tie_embedding": True, "rope_theta": 1000000.0},
+        without=("tie_word_embeddings", "rope_parameters"),
+    ),
+    "qwen3_next": HubForm(
+        f"{VLLM}/qwen3_next.py; Qwen/Qwen3-Next-80B-A3B-Instruct",
+        changes={"layer_types": None, "num_hidden_layers": 4, "full_attention_interval": 2},
+        fields={"full_attention_interval": 2, "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_scaling": None},
+        without=("layer_types", "rope_parameters"),
+        edit=lambda tensors: {**tensors, "mtp.norm.weight": torch.zeros(48)},
+    ),
+    "qwen3_5": HubForm(
+        f"{VLLM}/qwen3_5.py; Qwen/Qwen3.5-27B",
+        changes={"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        fields={"architectures": ["Qwen3_5ForConditionalGeneration"], "full_attention_interval": 3},
+        without=("layer_types",),
+        in_bf16=("A_log", "dt_bias"),
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "qwen3_5_moe": HubForm(
+        f"{VLLM}/qwen3_5.py; Qwen/Qwen3.5-35B-A3B",
+        changes={"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        fields={"architectures": ["Qwen3_5MoeForConditionalGeneration"], "full_attention_interval": 3},
+        without=("layer_types",),
+        in_bf16=("A_log", "dt_bias"),
+        names={r"^model\.": "model.language_model."},
+        edit=lambda tensors: with_images(stacked_experts(tensors)),
+    ),
+    "olmo_hybrid": HubForm(
+        f"{VLLM}/olmo_hybrid.py; allenai/Olmo-Hybrid-7B",
+        changes={"layer_types": None, "num_hidden_layers": 4, "linear_key_head_dim": None, "linear_value_head_dim": None,
+                 "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        without=("layer_types", "linear_key_head_dim", "linear_value_head_dim"),
+        edit=own_convolutions,
+    ),
+    "kimi_linear": HubForm(
+        f"{VLLM}/kimi_linear.py, layers/kda.py; moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        fields={"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": tiny.KDA["linear_head_dim"], "num_heads": tiny.KDA["linear_num_heads"],
+                                       "short_conv_kernel_size": 4},
+                "first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True, "rope_theta": 10000.0, "rope_scaling": None,
+                "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_nextn_predict_layers": 0, "q_lora_rank": None, "head_dim": 12},
+        without=("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+        names={r"layers\.0\.block_sparse_moe\.": "layers.0.mlp."},  # the dense layer
+    ),
+    "nemotron_h": HubForm(
+        f"{VLLM}/nemotron_h.py; nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+        fields={"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "time_step_limit": [0.0, INF], "norm_eps": 1e-5, "mamba_proj_bias": False,
+                "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"},
+        without=("layers_block_type", "layer_types"),
+    ),
+    "nemotron_h_experts": HubForm(
+        f"{VLLM}/nemotron_h.py; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        fields={"hybrid_override_pattern": "ME*E-", "num_hidden_layers": 5, "time_step_limit": [0.0, INF], "norm_eps": 1e-5},
+        without=("layers_block_type", "layer_types"),
+        in_bf16=("A_log", "dt_bias", "mixer.D", "e_score_correction_bias"),
+    ),
+    "granitemoehybrid": HubForm(
+        f"{VLLM}/granitemoehybrid.py; ibm-granite/granite-4.0-h-small",
+        fields={"layer_types": ["mamba", "attention", "mamba"], "rope_theta": 10000, "rope_scaling": None, "position_embedding_type": "nope",
+                "normalization_function": "rmsnorm", "init_method": "mup", "layers_block_type": ["mamba", "attention", "mamba"]},
+        without=("rope_parameters", "time_step_limit"),
+    ),
+    "bamba": HubForm(
+        f"{VLLM}/bamba.py; ibm-ai-platform/Bamba-9B-v2",
+        fields={"attn_layer_indices": [1], "attn_rotary_emb": 6, "rope_theta": 10000.0},
+        without=("rope_parameters", "time_step_limit", "layers_block_type"),
+    ),
+    "falcon_h1": HubForm(
+        f"{VLLM}/falcon_h1.py; tiiuae/Falcon-H1-0.5B-Instruct",
+        changes={"rope_parameters": {"rope_type": "default", "rope_theta": 1e11}},
+        fields={"attn_layer_indices": None, "rope_theta": 100000000000.0, "mlp_expansion_factor": 8, "mamba_use_mlp": True, "num_logits_to_keep": 1},
+        without=("rope_parameters", "time_step_limit"),
+    ),
+    "jamba": HubForm(
+        f"{VLLM}/jamba.py; ai21labs/AI21-Jamba-Mini-1.6",
+        fields={"mamba_inner_layernorms": True, "use_mamba_kernels": True, "num_logits_to_keep": 1},
+        without=("rope_parameters", "layers_block_type", "layers_num_experts"),
+    ),
+    "mamba": HubForm(
+        f"{VLLM}/mamba.py; state-spaces/mamba-130m-hf",
+        changes={"vocab_size": 104},
+        fields={"d_inner": 80, "d_model": 42, "n_layer": 3, "fused_add_norm": True, "residual_in_fp32": True, "rms_norm": True, "ssm_cfg": {},
+                "pad_vocab_size_multiple": 8},
+        without=("tie_word_embeddings",),
+        names={"embeddings": "embedding"},
+    ),
+    "mamba_ssm": HubForm(
+        "mamba_ssm/models/config_mamba.py, mixer_seq_simple.py; state-spaces/mamba-130m, as safetensors",
+        variant="mamba",
+        changes={"hidden_size": 48, "intermediate_size": 96, "state_size": 16, "tie_word_embeddings": True, "vocab_size": 104},
+        fields={"d_model": 48, "n_layer": 3, "vocab_size": 101, "ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
+                "pad_vocab_size_multiple": 8},
+        only=True,
+        names={"embeddings": "embedding"},
+        edit=with_head,
+        overrides=("model=mamba",),
+    ),
+    "mamba2_ssm": HubForm(
+        "mamba_ssm/models/config_mamba.py, modules/mamba2.py; state-spaces/mamba2-130m, as safetensors",
+        variant="mamba2",
+        changes={"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 1, "tie_word_embeddings": True, "vocab_size": 112},
+        fields={"d_model": 48, "d_intermediate": 0, "n_layer": 3, "vocab_size": 101, "ssm_cfg": {"layer": "Mamba2", "headdim": 16, "d_state": 24},
+                "attn_layer_idx": [], "attn_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
+                "pad_vocab_size_multiple": 16, "tie_embeddings": True},
+        only=True,
+        names={"embeddings": "embedding"},
+        edit=with_head,
+        overrides=("model=mamba2",),
+    ),
+    "mamba2": HubForm(
+        f"{VLLM}/mamba2.py; mistralai/Mamba-Codestral-7B-v0.1",
+        changes={"time_step_limit": (0.01, 0.2)},
+        fields={"norm_before_gate": True, "rms_norm": True, "time_step_limit": [0.01, 0.2]},
+        without=("tie_word_embeddings", "intermediate_size"),
+    ),
+    "falcon_mamba": HubForm(
+        f"{VLLM}/mamba.py; tiiuae/falcon-mamba-7b",
+        changes={"tie_word_embeddings": False},
+        fields={"mixer_rms_eps": 1e-3, "use_mambapy": False},
+        without=("use_falcon_mambapy", "use_associative_scan"),
+    ),
+    "minimax_text_01": HubForm(
+        f"{VLLM}/minimax_text_01.py; MiniMaxAI/MiniMax-Text-01",
+        fields={"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01", "attn_type_list": [0, 1, 0], "postnorm": True,
+                "layernorm_full_attention_alpha": 1.5, "layernorm_full_attention_beta": 0.8, "layernorm_linear_attention_alpha": 1.3,
+                "layernorm_linear_attention_beta": 0.7, "layernorm_mlp_alpha": 1.2, "layernorm_mlp_beta": 0.6, "rope_theta": 1000000.0,
+                "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "rotary_dim": 14},
+        without=("layer_types", "rope_parameters", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
+                 "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor", "block_size"),
+    ),
+}  # fmt: skip
+
+
+def write_form(name: str, form: HubForm, folder: Path) -> Any:
+    """Write a variant's checkpoint in the hub's form; transformers' model of it."""
+    model = tiny.save_changed(form.variant or name, folder, **form.changes)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if not form.only and key not in form.without} | form.fields
+    if "architectures" in config and config["architectures"][0].endswith("ForConditionalGeneration"):
+        outer = {key: config[key] for key in ("architectures", "tie_word_embeddings")}
+        config = {**outer, "text_config": config, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for pattern, replacement in form.names.items():
+        tensors = {re.sub(pattern, replacement, key): tensor for key, tensor in tensors.items()}
+    tensors = form.edit(tensors)
+    for end in form.in_bf16:
+        tensors |= {key: tensor.bfloat16() for key, tensor in tensors.items() if key.endswith(end)}
+        for key, parameter in model.named_parameters():
+            parameter.data = parameter.data.bfloat16().float() if key.endswith(end) else parameter.data
+    save_file(tensors, folder / "model.safetensors")
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: str, tmp_path: Path):
+    form = FORMS[name]
+    model = write_form(name, form, tmp_path / name)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32", *form.overrides]), model)
+
+
+REFUSED = {
+    "too many layers": (
+        "nemotron_h", {"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 9}, ("layers_block_type", "layer_types"), [],
+        r"model.layer_types names only 5 layers, the model has 9",
+    ),
+    "more layers than stored": (
+        "lfm2", {"num_hidden_layers": 5, "full_attn_idxs": [1]}, ("layer_types",), [],
+        r"the checkpoint has no tensor model.layers.3.* \(and \d+ more\); is it whole",
+    ),
+    "an unknown type": (
+        "granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba3"]}, (), [],
+        r"model.layer_types: layer type mamba3 is not supported \(supported: ",
+    ),
+    "an unknown number of a type": (
+        "minimax_text_01", {"attn_type_list": [0, 2, 0]}, ("layer_types",), [],
+        r"model.layer_types: 2 in .*\[0, 2, 0\].* is no type of layers; letters: 0 1",
+    ),
+    "limits of time steps that the reference does not read": (
+        "nemotron_h", {"time_step_limit": [0.0, 0.1]}, (), [],
+        r"time_step_limit=\[0.0, 0.1\] in its config.json is not supported \(supported: \[0.0, inf\]\)",
+    ),
+    "limits in no order": (
+        "bamba", {"time_step_limit": [0.2, 0.1]}, (), [],
+        r"model.blocks.mamba.mamba2.step_max=0.1 is less than step_min=0.2",
+    ),
+    "attention among mamba-ssm's layers": (
+        "mamba2", {"attn_layer_idx": [1]}, (), [],
+        r"attn_layer_idx=\[1\] in its config.json is not supported \(supported: \[\]\)",
+    ),
+    "heads that the tensors do not have": (
+        "qwen3_next", {"linear_num_value_heads": 4}, (), [],
+        r"tensor model.layers.0.linear_attn.in_proj_qkvz.weight is \[124, 48\], the model expects \[96, 48\]",
+    ),
+    "heads that groups do not divide": (
+        "bamba", {"mamba_n_groups": 4}, (), [],
+        r"model.blocks.mamba.mamba2.heads=6 is not a multiple of groups=4",
+    ),
+    "a scale of what is not scaled": (
+        "qwen3_5", {}, (), ["+model.scales.delta_q=2.0"],
+        r"model.scales.delta_q=2.0: no linear of this model is scaled so; leave it out",
+    ),
+    "a scale of a block that is not there": (
+        "lfm2", {}, (), ["+model.scales.mamba_z=2.0"],
+        r"model.scales.mamba_z=2.0: no linear of this model is scaled so; leave it out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(case: str, tmp_path: Path):
+    variant, fields, without, overrides, message = REFUSED[case]
+    folder = tmp_path / variant
+    write_form(variant, HubForm("", fields=fields, without=without), folder)
+    with pytest.raises(AtomError, match=message) as raised:
+        config = load([f"checkpoint={folder}", "dtype=fp32", *overrides])
+        graph = semantic_graph(config)
+        weights.check(graph, open_for(config, SilentProgress()).tensors, config.model.ignore)
+    assert "\n" not in str(raised.value)

@@ -68,7 +68,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
-model: assumes embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches mtp_layers mtp_layer mtp_like stacked
+model: assumes embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
@@ -77,7 +77,7 @@ quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight bias offset before after after_only
-model.attention: kind heads kv_heads head_dim bias o_bias clip gate qk_norm scale scale_dim softcap sinks
+model.attention: kind heads kv_heads head_dim bias o_bias clip gate adapter_rank qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
@@ -85,10 +85,10 @@ model.attention.rope: short_factor long_factor
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.attention.window_rope: short_factor long_factor
-model.mlp.0: kind width activation limit alpha bias experts top_k expert latent shared shared_width shared_gate transposed interleaved
+model.mlp.0: kind width activation limit alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
-model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate qk_norm scale scale_dim softcap sinks
+model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate adapter_rank qk_norm scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
@@ -96,7 +96,7 @@ model.blocks.NAME.attention.rope: short_factor long_factor
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.blocks.NAME.attention.window_rope: short_factor long_factor
-model.blocks.NAME.mlp: kind width activation limit alpha bias experts top_k expert latent shared shared_width shared_gate transposed interleaved
+model.blocks.NAME.mlp: kind width activation limit alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
 model.blocks.NAME.mlp: every first skip
 model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize scale
 model.blocks.NAME.short_conv: taps bias
@@ -129,7 +129,7 @@ MODEL_FILES = """
 apertus arcee auto bailing_moe_v2 bamba cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_dense hunyuan_moe
 hyperclovax internlm3 jais2 jamba kimi_k2 kimi_linear lfm2 lfm2_moe llama mamba mamba2 mellum minimax_m2 minimax_text_01 ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 qwen2 qwen2_moe
-qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
+qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu zamba2
 """
 
 TOOL_FORMATS = """

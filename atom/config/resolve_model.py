@@ -17,6 +17,7 @@ from atom.config.schema import (
     BlockConfig,
     BlockSettings,
     Config,
+    Group,
     Mamba2Config,
     MLPConfig,
     ModelConfig,
@@ -179,13 +180,18 @@ def check_branches(model: ModelConfig) -> None:
     known = [*BLOCKS, *model.blocks]
     for kind, names in model.branches.items():
         at = f"model.branches.{kind}"
-        for name in (name for each in names for name in each.split("+")):
+        groups = [Group.parse(each) for each in names]
+        if any(group.ahead for group in groups) and (model.residual != "sequential" or not model.norm.before):
+            raise UnsupportedError(f"{at}: a block ahead of another is for model.residual=sequential with norms before")
+        for name in (name for group in groups for name in (*group.ahead, *group.names)):
             if name not in known:
                 raise ConfigError(
                     f"{at}: there is no block {name}{did_you_mean(name, known)}; blocks: {', '.join(known)}"
                 )
         if not 0 < len(names) <= MAX_BRANCHES:
             raise ConfigError(f"{at} has {len(names)} blocks; a layer has 1 or {MAX_BRANCHES}")
+    if model.shared_blocks is not None and not any(">" in name for names in model.branches.values() for name in names):
+        raise ConfigError(f"model.shared_blocks={model.shared_blocks}: model.branches has no a>b; leave it out")
 
 
 def check_scales(model: ModelConfig) -> None:
@@ -236,7 +242,14 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None), ("gate", "none")):
+    for name, value in (
+        ("qk_norm", "none"),
+        ("sinks", False),
+        ("window", None),
+        ("softcap", None),
+        ("gate", "none"),
+        ("adapter_rank", None),
+    ):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
@@ -291,6 +304,8 @@ def rope_mscale(rope: RopeConfig) -> float:
 def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
     if (only := {"swigluoai": "moe", "xielu": "plain"}.get(mlp.activation, mlp.kind)) != mlp.kind:
         raise UnsupportedError(f"{at}.activation={mlp.activation} is for kind {only}, not for kind {mlp.kind}")
+    if mlp.adapter_rank is not None and mlp.kind != "gated":
+        raise UnsupportedError(f"{at}.adapter_rank={mlp.adapter_rank} is for kind gated, not for kind {mlp.kind}")
     if mlp.kind != "moe":
         return mlp
     for name in ("experts", "top_k"):

@@ -102,6 +102,7 @@ class AttentionConfig:
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
     gate: str = one_of("none", "query")  # gqa; query: stored after each head's queries, its sigmoid weights the output
+    adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
@@ -140,6 +141,7 @@ class MLPConfig:
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too
+    adapter_rank: int | None = number(None, 1, INT32)  # gated: of linears that each use adds to gate and up; null: none
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
     top_k: int | None = number(None, 1, INT32)  # moe: experts of a token
     router: RouterConfig = field(default_factory=RouterConfig)  # moe
@@ -297,6 +299,22 @@ class Eagle3Config:
     use_aux_hidden_state: bool = one_of(True)  # it reads hidden states of several layers
 
 
+class Group(NamedTuple):
+    """Blocks of a layer that read the same and are added up, as in a+b.
+
+    ahead: blocks that one reads what the other gives, the first of these the hidden states and the embedding; what the
+    last one gives is added to what `names` read, and not to the hidden states
+    """
+
+    names: tuple[str, ...]
+    ahead: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Group:
+        *ahead, names = text.split(">")
+        return Group(tuple(names.split("+")), tuple(ahead))
+
+
 @dataclass
 class ModelConfig:
     name: str = ""  # the file in conf/model, set by load
@@ -326,7 +344,8 @@ class ModelConfig:
     blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
     branches: dict[str, list[str]] = field(
         default_factory=dict
-    )  # layer type -> its blocks, a+b: at once; else attention, mlp
+    )  # layer type -> its blocks, a+b: at once, a>b: b reads what a gives, too; else attention, mlp
+    shared_blocks: int | None = number(None, 1, MAX_LAYERS)  # that layers with a>b take in turn, in names {shared}
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
@@ -361,13 +380,22 @@ class ModelConfig:
             return listed[layer] if layer < len(listed) else None
         return pattern[layer % len(pattern)] if pattern else None
 
-    def groups_of(self, layer: int) -> list[list[str]]:
-        """The names of a layer's blocks, in order; those of a group read the same and are added up."""
-        return [each.split("+") for each in self.branches.get(self.layer_type(layer) or "", ["attention", "mlp"])]
+    def groups_of(self, layer: int) -> list[Group]:
+        """A layer's blocks, in order; those of a group read the same and are added up."""
+        kind = self.layer_type(layer) or ""
+        return [Group.parse(each) for each in self.branches.get(kind, ["attention", "mlp"])]
 
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""
-        return [name for group in self.groups_of(layer) for name in group]
+        return [name for group in self.groups_of(layer) for name in (*group.ahead, *group.names)]
+
+    def shared_use(self, layer: int) -> tuple[int, int]:
+        """Which use of shared blocks a layer is, and the first layer with its block, which names it; else -1 and it."""
+        uses = [each for each in range(self.layers) if any(group.ahead for group in self.groups_of(each))]
+        if layer not in uses:
+            return -1, layer
+        use = uses.index(layer)
+        return use, uses[use % (self.shared_blocks or len(uses))]
 
     def keeps_state(self, layer: int) -> bool:
         """Whether a layer keeps something of a sequence, as attention does, and an mlp does not."""

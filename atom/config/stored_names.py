@@ -15,6 +15,9 @@ def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
     name = model.weights[role]
     if layer is not None and layer >= model.layers and model.mtp_layer is not None:
         name, layer = name_of_mtp(model, name), layer - model.layers
+    if layer is not None and ("{shared}" in name or "{use}" in name):
+        use, first = model.shared_use(layer)
+        name = name.replace("{shared}", str(first)).replace("{use}", str(use))
     return name.replace("{layer}", str(layer))
 
 

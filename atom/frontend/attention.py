@@ -34,6 +34,8 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         k, v = writer.linears(h, rows, attention.bias, layer)
     else:
         q, k, v = writer.linears(h, rows, attention.bias, layer, heads if attention.qkv_by_head else 1)
+    if attention.adapter_rank is not None:
+        q, k, v = writer.adapt(h, attention.adapter_rank, layer, q=q, k=k, v=v)
     if attention.clip is not None:
         clipped = zip((q, k, v), "qkv", strict=True)
         q, k, v = (writer.call(ops.clamp, x, limit=attention.clip, name=name) for x, name in clipped)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
+from atom.config import Group
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.writer import Writer
@@ -33,7 +34,7 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
     states = [embed(writer, tokens, vocab)]
     for number, rotary in enumerate(rotaries_by_layer):
-        states.append(write_layer(writer, states[-1], rotary, number))
+        states.append(write_layer(writer, states[-1], rotary, number, embedded=states[0]))
     hidden = writer.norm(states[-1], "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
 
@@ -103,10 +104,13 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
     return padded(writer.weight("head", (writer.model.vocab,), None, "bias"), 0, rows)
 
 
-def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None) -> Node:
+def write_layer(
+    writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None, embedded: Node | None = None
+) -> Node:
     """x [T, H] -> [T, H]
 
     h: what the first block reads; None: x, normed.
+    embedded: the hidden states ahead of the first layer.
     """
     model, norm = writer.model, writer.model.norm
     is_after_only = model.layer_type(layer) in norm.after_only
@@ -116,22 +120,28 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
     def normed(x: Node, role: str) -> Node:
         return writer.norm(x, f"{role}_norm", layer) if has_before else x
 
-    def given(h: Node, group: list[str], role: str) -> Node:
-        y = functools.reduce(add, [write_block(writer, h, name, rotary, layer) for name in group])
+    def input_of(x: Node, group: Group, role: str) -> Node:
+        if group.ahead:
+            assert embedded is not None, "only layers of the body have shared blocks"
+            x = add(x, write_ahead(writer, x, embedded, group.ahead, rotary, layer), name="read")
+        return normed(x, role)
+
+    def given(h: Node, group: Group, role: str) -> Node:
+        y = functools.reduce(add, [write_block(writer, h, name, rotary, layer) for name in group.names])
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
-    def kept(x: Node, group: list[str]) -> Node:
-        by = math.prod(model.block_scales[name].kept for name in group if name in model.block_scales)
+    def kept(x: Node, group: Group) -> Node:
+        by = math.prod(model.block_scales[name].kept for name in group.names if name in model.block_scales)
         return writer.scale(x, None if by == 1 else by)
 
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
-    h = normed(x, NORMS[0]) if h is None else h
+    h = input_of(x, *blocks[0]) if h is None else h
     if model.residual in ("sequential", "normed"):
         for place, (group, role) in enumerate(blocks):
-            h = normed(x, role) if place else h
+            h = input_of(x, group, role) if place else h
             base = kept(h if model.residual == "normed" else x, group)
             x = add(base, writer.scale(given(h, group, role), model.residual_scale))
         return x
@@ -139,3 +149,16 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
     all_given = [given(each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale))
+
+
+def write_ahead(
+    writer: Writer, x: Node, embedded: Node, names: Sequence[str], rotary: Rotary | None, layer: int
+) -> Node:
+    """x [T, H] -> [T, H]: blocks that layers share, one after the other, and a linear of the layer's own (Zamba2).
+
+    The first reads the hidden states and the embedding, joined and normed; each other one what the one before it gives.
+    """
+    y = writer.call(ops.join, x, embedded, name="joined")
+    for name in names:
+        y = write_block(writer, writer.norm(y, f"ahead_{name}_norm", layer), name, rotary, layer)
+    return writer.linear(y, "ahead_out", writer.model.hidden, False, layer)

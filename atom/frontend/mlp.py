@@ -20,6 +20,8 @@ def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
 
 def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
     gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, mlp.bias, layer)
+    if mlp.adapter_rank is not None and not prefix:
+        gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
     active = writer.call(ops.activate, gate, kind=mlp.activation, name="active")
     m = writer.call(ops.mul, active, up, name="m")
     return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)

@@ -74,6 +74,21 @@ class Writer:
         made = (self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True))
         return [self.scale_as(y, role) for role, y in zip(rows, made, strict=True)]
 
+    def adapt(self, x: Node, rank: int, layer: int, **outputs: Node) -> list[Node]:
+        """What linears give, by role, with what a use of these adds: two linears of x, of a low rank (Hu et al. 2021).
+
+        Roles may read one first linear: these have one second one, too.
+        """
+        roles_of: dict[str, list[str]] = {}
+        for role in outputs:
+            roles_of.setdefault(self.name(f"{role}_adapter_in", layer), []).append(role)
+        added: dict[str, Node] = {}
+        for roles in roles_of.values():
+            low = self.linear(x, f"{roles[0]}_adapter_in", rank, False, layer)
+            rows = {f"{role}_adapter": int(outputs[role].meta["type"].shape[-1]) for role in roles}
+            added |= zip(roles, self.linears(low, rows, False, layer), strict=True)
+        return [self.call(ops.add, y, added[role], name=role) for role, y in outputs.items()]
+
     def multiply(self, x: Node, weight: Recipe, *bias: Recipe, role: str, layer: int | None, name: str = "") -> Node:
         """A linear by a role's weight; activations in the format that `quant.act` and the weight's own say."""
         act = self.act_of(weight, self.name(role, layer))

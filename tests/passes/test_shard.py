@@ -80,6 +80,7 @@ RECURRENT = [
     ("granitemoehybrid_stacked", 2, {}),  # a norm over the heads of all ranks
     ("nemotron_h", 3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
     ("nemotron_h_stacked", 2, {}),
+    ("zamba2_biases", 2, {"use_shared_attention_adapter": True}),  # adapters of what is divided
 ]
 
 

@@ -108,6 +108,8 @@ EVEN_MAMBA = {"n_groups": 2}  # of nemotron_h, whose groups two ranks divide
         ("qwen3_5", 2, {}),
         ("nemotron_h", 2, EVEN_MAMBA),
         pytest.param("qwen3_5", 4, {"linear_num_value_heads": 4}, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", 4, {"n_groups": 2, "mamba_num_heads": 8}, marks=pytest.mark.slow),
+        pytest.param("falcon_h1", 2, {}, marks=pytest.mark.slow),
         *(
             pytest.param(
                 name, 3, {"num_attention_heads": 3, "num_key_value_heads": 3, **changes}, marks=pytest.mark.slow
@@ -573,7 +575,7 @@ def test_ranks_answer_in_turn_and_get_all_messages():
     [
         ("llama", {"tensor_parallel_size": 3}, UnsupportedError, r"parallel.tensor=3 does not divide 4 heads with 2 of keys and values \(supported: 1, 2, 4"),
         ("qwen3_next_stacked", {"tensor_parallel_size": 2}, UnsupportedError, r"parallel.tensor=2 does not divide 3 value heads with 3 of keys \(supported: 1, 3\)$"),
-        ("nemotron_h", {"tensor_parallel_size": 2}, UnsupportedError, r"parallel.tensor=2 does not divide 6 heads in groups of 2 \(supported: 1, 3\)$"),
+        ("nemotron_h", {"tensor_parallel_size": 2}, UnsupportedError, r"parallel.tensor=2 does not divide 6 heads in groups of 2 \(supported: 1, 3, 6\)$"),
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "tensor_parallel_size and parallel.tensor are the same option; give one"),
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "pipeline_parallel_size and parallel.pipeline are the same option"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),

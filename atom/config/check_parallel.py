@@ -112,8 +112,6 @@ def check_replicas(config: Config) -> None:
 def divides_heads(ranks: int, block: AttentionConfig | GatedDeltaConfig | Mamba2Config) -> bool:
     """Whether ranks have equal parts of the heads; what several heads share may be on several ranks."""
     heads, shared, _ = heads_of(block)
-    if isinstance(block, Mamba2Config) and shared > 1:  # its norm takes a group of columns on one rank
-        return heads % ranks == shared % ranks == 0
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 

@@ -222,6 +222,23 @@ class _Writer:
         own = self._share(weight, copies=state.copies)
         return self._call(node, ops.scale_by_rms, value, squares, own, columns=columns, state=state)
 
+    def group_norm(self, node: Node) -> None:
+        """Each rank has whole groups, or a part of one: then ranks add up the squares of each group."""
+        (x, weight), ranks, groups = node.args, self._mesh.tensor, int(node.kwargs["groups"])
+        state = self._state(x)
+        if state != Divided() or groups % ranks == 0:
+            return self.by_head(node)
+        value, columns = self._value(x), int(x.meta["type"].shape[-1]) // groups
+        own = int(value.meta["type"].shape[-1])
+        if columns % own:
+            raise UnsupportedError(f"{node.name}: {groups} groups cannot be divided among {ranks} ranks")
+        first = Offset("tensor", ranks, own)
+        squares = self._made.call(ops.sum_squares, value, first, columns=columns, groups=groups, name="squares")
+        squares = self._made.call(ops.all_reduce, squares, axis="tensor", name="squares")
+        args, eps = (value, squares, self._share(weight), first), node.kwargs["eps"]
+        self._keep(node, self._made.call(ops.scale_by_rms, *args, columns=columns, eps=eps, name=node.name), state)
+        return None
+
     def split(self, node: Node) -> None:
         x = node.args[0]
         state = self._state(x)
@@ -232,6 +249,15 @@ class _Writer:
         self._call(node, ops.split, self._value(x), sizes=sizes, state=state)
         self._states |= dict(zip(results, states, strict=True))
         return None
+
+    def join(self, node: Node) -> None:
+        parts: list[tuple[int, Divided]] = []
+        for arg in node.args:
+            state = self._state(arg)
+            if not isinstance(state, Divided):
+                return self.copy(node)
+            parts.append((int(arg.meta["type"].shape[-1]), state))
+        return self._call(node, ops.join, *map(self._value, node.args), state=Joined(tuple(parts)))
 
     def by_head(self, node: Node) -> None:
         """A call of which each rank computes its heads, if the op says where these are."""
@@ -465,6 +491,11 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
         return _parts(user, is_wide)
+    if user.target is ops.join and (joined := _parts(user, is_wide)) is not None:
+        ends = list(accumulate(columns for columns, _ in joined))
+        start = sum(int(arg.meta["type"].shape[-1]) for arg in user.args[: user.args.index(value)])
+        own = zip(ends, joined, strict=True)
+        return tuple(part for end, part in own if start < end <= start + int(shape[-1]))
     if user.target is ops.split:
         each = [_parts(result, is_wide) for result in results_of(user)]
         return tuple(part for parts in each for part in parts or ()) if all(each) else None
@@ -504,6 +535,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.linear: _Writer.linear,
     ops.rms_norm: _Writer.norm,
     ops.layer_norm: _Writer.norm,
+    ops.group_rms_norm: _Writer.group_norm,
     ops.attention: _Writer.attention,
     ops.mla_attention: _Writer.mla_attention,
     ops.mul: _Writer.mul,
@@ -514,6 +546,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.activate: _Writer.element_by_element,
     ops.xielu: _Writer.element_by_element,
     ops.split: _Writer.split,
+    ops.join: _Writer.join,
     ops.rope: _Writer.element_by_element,
     ops.merge_heads: _Writer.element_by_element,
 }

@@ -44,7 +44,9 @@ CALLS = [
     (ops.local_tokens, ("i64[T]", "i64[1]"), {"size": 4}),
     (ops.mask_rows, ("bf16[T, 24]", "i64[T]"), {}),
     (ops.sum_squares, ("bf16[T, 24]",), {}),
+    (ops.sum_squares, ("bf16[T, 24]", "i64[1]"), {"columns": 48, "groups": 3}),
     (ops.scale_by_rms, ("bf16[T, 24]", "fp32[T, 1]", "bf16[24]"), {"columns": 48, "eps": 1e-6}),
+    (ops.scale_by_rms, ("bf16[T, 24]", "fp32[T, 3]", "bf16[24]", "i64[1]"), {"columns": 48, "eps": 1e-6}),
     (ops.gated_linear, ("bf16[T, 24]", "bf16[14, 24]"), {"kind": "silu"}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]", "bf16[14]"), {"eps": 1e-6, "kind": "silu"}),
@@ -160,6 +162,14 @@ def test_a_norm_in_parts_is_that_of_the_row():
     parts = zip(x.split(4, -1), weight.split(4), strict=True)
     made = [ops.scale_by_rms(part, squares, own, columns=12, eps=1e-3) for part, own in parts]
     assert torch.allclose(torch.hstack(made), ops.rms_norm(x, weight, eps=1e-3), atol=1e-6)
+
+
+def test_a_norm_by_groups_in_parts_of_these_is_that_of_the_row():
+    x, weight = torch.randn(T, 12), torch.randn(12)
+    parts = [(x[:, at : at + 3], weight[at : at + 3], torch.tensor([at])) for at in range(0, 12, 3)]
+    squares = sum(ops.sum_squares(part, first, columns=6, groups=2) for part, _, first in parts)
+    made = [ops.scale_by_rms(part, squares, own, first, columns=6, eps=1e-3) for part, own, first in parts]
+    assert torch.allclose(torch.hstack(made), ops.group_rms_norm(x, weight, eps=1e-3, groups=2), atol=1e-6)
 
 
 OWN = [

@@ -80,6 +80,9 @@ RECURRENT = [
     ("granitemoehybrid_stacked", 2, {}),  # a norm over the heads of all ranks
     ("nemotron_h", 3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
     ("nemotron_h_stacked", 2, {}),
+    ("mamba2", 6, {}),  # each group on two ranks, and its norm
+    ("falcon_h1", 2, {}),
+    ("falcon_h1_normed", 4, {"mamba_n_heads": 8, "mamba_d_head": 12}),
     ("zamba2_biases", 2, {"use_shared_attention_adapter": True}),  # adapters of what is divided
 ]
 

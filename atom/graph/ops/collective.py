@@ -185,20 +185,42 @@ def mask_rows(x: Tensor, kept: Tensor) -> Tensor:
     return x.masked_fill((kept == 0).unsqueeze(-1), 0)
 
 
-@op(lambda x: Type("fp32", (*x.shape[:-1], 1)))
-def sum_squares(x: Tensor) -> Tensor:
-    """x [..., H] -> fp32[..., 1]"""
-    return x.float().square().sum(-1, keepdim=True)
+def _sum_squares(x: Type, first: Type | None = None, *, columns: int | None = None, groups: int = 1) -> Type:
+    need(first in (None, Type("i64", (1,))), f"the first column is {first}")
+    need((first is None) == (columns is None), f"a group of {columns} columns, the first one is {first}")
+    return Type("fp32", (*x.shape[:-1], groups))
 
 
-def _scale_by_rms(x: Type, squares: Type, weight: Type, *, columns: int, eps: float) -> Type:
+@op(_sum_squares)
+def sum_squares(x: Tensor, first: Tensor | None = None, *, columns: int | None = None, groups: int = 1) -> Tensor:
+    """x [..., H] -> fp32[..., 1]
+
+    columns: of each group of a row, of one of which x is a part, from the first i64[1] on; then -> fp32[..., groups],
+    zeros but for that group
+    """
+    squares = x.float().square().sum(-1, keepdim=True)
+    if first is None or columns is None:
+        return squares
+    return squares * (torch.arange(groups, device=x.device) == first // columns)
+
+
+def _scale_by_rms(x: Type, squares: Type, weight: Type, first: Type | None = None, *, columns: int, eps: float) -> Type:
     need(weight.shape == x.shape[-1:], f"the weight is {weight} for {x}")
-    need(squares == Type("fp32", (*x.shape[:-1], 1)), f"the sums of squares are {squares} for {x}")
+    need(first in (None, Type("i64", (1,))), f"the first column is {first}")
+    groups = squares.shape[-1] if first is not None else 1
+    need(squares == Type("fp32", (*x.shape[:-1], groups)), f"the sums of squares are {squares} for {x}")
     return x
 
 
 @op(_scale_by_rms)
-def scale_by_rms(x: Tensor, squares: Tensor, weight: Tensor, *, columns: int, eps: float) -> Tensor:
+def scale_by_rms(
+    x: Tensor, squares: Tensor, weight: Tensor, first: Tensor | None = None, *, columns: int, eps: float
+) -> Tensor:
     """x [..., H], part of a row of this many columns whose sum of squares is fp32[..., 1], weight [H] -> [..., H], as
-    rms_norm gives of the whole row"""
+    rms_norm gives of the whole row
+
+    first i64[1]: x's first column in a row of groups of this many columns, whose sums of squares are fp32[..., G]
+    """
+    if first is not None:
+        squares = squares.index_select(-1, first // columns)
     return (x.float() * torch.rsqrt(squares / columns + eps) * weight).to(x.dtype)

@@ -545,13 +545,12 @@ class Scheduler:
             self.stats.num_overrun += len(tokens) - num_taken
         if sequence.finish_reason is not None:  # finish may have aborted it
             return False
-        if reason is not None:
-            self._end(sequence, reason)
-            return True
-        if len(tokens) > 1:
+        if num_taken > 1:
             sequence.num_computed = sequence.num_tokens - 1
             self.cache.commit(sequence)
-        return False
+        if reason is not None:
+            self._end(sequence, reason)
+        return reason is not None
 
     def _count_drafts(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         stats = self.stats

@@ -529,27 +529,28 @@ def recur() -> None:
 
     numbers = zeros(5, dtype=torch.int32)
     batch = Batch({}, {}, numbers, numbers[:4], 4, slots=numbers[:4])
-    for tokens, dtype in itertools.product((4, 300), (torch.bfloat16, torch.float16, torch.float32)):
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for tokens, kept, dtype in itertools.product((4, 300), (1, 4), dtypes):
         for channels, taps, kind in ((1024, 3, None), (8192, 4, "silu")):
-            x, states = zeros(tokens, channels, dtype=dtype), zeros(6, taps - 1, channels, dtype=dtype)
+            x, states = zeros(tokens, channels, dtype=dtype), zeros(6, kept, taps - 1, channels, dtype=dtype)
             weight, bias = zeros(channels, taps, dtype=dtype), zeros(channels, dtype=dtype) if kind else None
             causal_conv.batched_causal_conv(x, states, batch, weight, bias, kind=kind)
-        x, states = zeros(tokens, 32, 128, dtype=dtype), zeros(6, 32, 128, 128, dtype=torch.float32)
+        x, states = zeros(tokens, 32, 128, dtype=dtype), zeros(6, kept, 32, 128, 128, dtype=torch.float32)
         steps = zeros(tokens, 32, 128, dtype=torch.float32)
         for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, False)):
             given = keys, keys, x, decay, x[..., 0], states, batch
             gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
         lightning.batched_lightning(x, x, x, states, batch, steps[0, :, 0].contiguous(), scale=0.1)
         x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
-        states = zeros(6, 64, 64, 128, dtype=torch.float32)
+        states = zeros(6, kept, 64, 64, 128, dtype=torch.float32)
         ssd.batched_ssd(x, dt, b, b, states, batch, dt[0], dt[0])
         x, b, dt = (
             zeros(tokens, 8192, dtype=dtype),
             zeros(tokens, 16, dtype=dtype),
             zeros(tokens, 8192, dtype=torch.float32),
         )
-        states = zeros(6, 8192, 16, dtype=torch.float32)
-        selective_scan.batched_selective_scan(x, dt, b, b, states, batch, states[0], dt[0])
+        states = zeros(6, kept, 8192, 16, dtype=torch.float32)
+        selective_scan.batched_selective_scan(x, dt, b, b, states, batch, states[0, 0], dt[0])
 
 
 def sum_over_ranks() -> None:

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import tiny
 from probe import assert_logits
+from test_runner_drafts import TURNS, draft_known, drafting
+from test_speculation import KnownDrafts, tokens_of
 
 from atom import LLMEngine, SamplingParams
-from atom.errors import CapacityError, UnsupportedError
+from atom.errors import CapacityError
+from atom.runtime.draft.speculation import draft_statistics
 
 pytestmark = pytest.mark.early
+__all__ = ["draft_known", "drafting"]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=64)
+DRAWN = [GREEDY, replace(GREEDY, temperature=0.9, seed=3), replace(GREEDY, repetition_penalty=1.2), GREEDY]
 NAMES = [*tiny.RECURRENT]
 # a variant of each kind of state; what is not of one kind only is quick of two of them
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear", "mamba")]
@@ -216,9 +221,50 @@ def test_a_request_at_fault_ends_and_no_other(
 
 
 @pytest.mark.parametrize("name", EVENTFUL)
-def test_drafts_are_refused(name: str, open_engine: Open):
-    with pytest.raises(UnsupportedError, match=r"serve.method=ngram: the model has recurrent state"):
-        open_engine(name, method="ngram")
+def test_drafts_that_are_rejected_leave_no_trace(name: str, open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    """Drafts of the host: none, some or all are right. A second turn begins after a copy of the state in an answer."""
+    fields = {**little_room(name, 26), "block_size": 4, "max_model_len": 80, "max_num_batched_tokens": 16}
+    prompts = [tiny.prompt(9 + seed, seed=seed) for seed in range(len(DRAWN))]
+    plain = open_engine(name, **fields)
+    answers = tokens_of(plain, DRAWN, prompts)
+    talks = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
+    further = tokens_of(plain, DRAWN, talks)
+    known = {tuple(prompt): answer for prompt, answer in zip([*prompts, *talks], [*answers, *further], strict=True)}
+    monkeypatch.setattr("atom.assemble.engine.open_drafter", lambda *_: KnownDrafts(known, TURNS["mixed"]))
+    engine = open_engine(name, method="ngram", max_verified_tokens=100, **fields)
+    assert tokens_of(engine, DRAWN, prompts) == answers
+    before = engine.metrics.scheduler.num_prefix_hit_tokens
+    assert tokens_of(engine, DRAWN[-1], talks[-1:]) == further[-1:]
+    stats = engine.metrics.scheduler
+    assert stats.num_prefix_hit_tokens - before > len(prompts[-1])
+    assert tokens_of(engine, DRAWN, talks) == further
+    stats = engine.metrics.scheduler
+    assert all(draft_statistics(stats)["distribution"][number] for number in range(4))
+    assert stats.num_chunks > 0 and (stats.num_preemptions > 0 or name == "mamba")
+
+
+@pytest.mark.parametrize("name", LONGEST)
+@pytest.mark.parametrize("run_ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_drafts_of_the_runner_leave_no_trace(
+    name: str, run_ahead: int, open_engine: Open, drafting: Any, draft_known: Any
+):
+    """It runs ahead, so that the host does not know which states have been reached."""
+    prompts = [tiny.prompt(9 + seed, seed=seed) for seed in range(len(DRAWN))]
+    plain = open_engine(name, block_size=4)
+    answers = tokens_of(plain, DRAWN, prompts)
+    talks = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
+    further = tokens_of(plain, DRAWN, talks)
+    draft_known([[*tokens, *answer] for tokens, answer in zip([*talks, *prompts], [*further, *answers], strict=True)],
+                TURNS["mixed"])  # fmt: skip
+    drafting(run_ahead)
+    engine = open_engine(name, method="ngram", max_verified_tokens=100, block_size=4, state_interval=4)
+    assert tokens_of(engine, DRAWN, prompts) == answers
+    before = engine.metrics.scheduler.num_prefix_hit_tokens
+    assert tokens_of(engine, DRAWN, talks) == further
+    stats = engine.metrics.scheduler
+    assert stats.num_prefix_hit_tokens - before > sum(map(len, prompts)) + 20 * len(prompts)
+    assert all(draft_statistics(stats)["distribution"][number] for number in range(4))
+    assert (stats.num_ahead > 0) == (run_ahead > 0)
 
 
 def test_as_many_sequences_run_as_have_room_for_their_state(open_engine: Open, references: Any):

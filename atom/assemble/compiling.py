@@ -30,7 +30,6 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
     def check(graph: Graph) -> None:  # refuse what cannot run before anything is compiled or downloaded
         weights.refuse_packed(graph)
         refuse_act(graph, config)
-        refuse_drafts(graph, config)
         left = None if config.device == "cpu" else memory.left_for_kv(graph, config.serve)
         kinds = state_kinds(graph, config.serve.block_size)
         num_ranks = config.parallel.num_ranks
@@ -58,15 +57,6 @@ def refuse_act(graph: Graph, config: Config) -> None:
         if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
             reasons = "; ".join(dict.fromkeys(node.meta["notes"]))
             raise UnsupportedError(f"quant.act={config.quant.act}: {reasons}; leave quant.act out")
-
-
-def refuse_drafts(graph: Graph, config: Config) -> None:
-    """Raise UnsupportedError if tokens are drafted for a model whose recurrent state no step can take back."""
-    if config.serve.method is not None and any(state.rule.in_slot for state in graph.states()):
-        raise UnsupportedError(
-            f"serve.method={config.serve.method}: the model has recurrent state, for which no tokens are drafted yet; "
-            "leave serve.method out"
-        )
 
 
 def left_plain(graph: Graph, config: Config) -> list[str]:

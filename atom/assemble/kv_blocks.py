@@ -43,7 +43,7 @@ def fit_limits(
     num_ranks, left: as of `plan_kv`
     """
     memory = serve.kv_cache_memory // num_ranks if left is None else left
-    fitting = min(fit_slots(kinds, limits.max_num_seqs, memory) for kinds in kinds_of)
+    fitting = min(fit_slots(kinds, limits, memory) for kinds in kinds_of)
     return replace(limits, max_num_seqs=fitting)
 
 

@@ -51,8 +51,9 @@ def _describe_pool(
         parts.append(f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len")
     for kind in kinds:
         if kind.rule.in_slot:
-            size, copies = kind.bytes_per_slot / 2**20, num_blocks[kind.name] - 1
-            parts.append(f"recurrent state: {limits.max_num_seqs} sequences of {size:.3g} MiB, {copies} copies")
+            size, copies = kind.bytes_per_slot(limits) / 2**20, num_blocks[kind.name] - 1
+            each = f"{limits.num_states} states in " if limits.num_drafts else ""
+            parts.append(f"recurrent state: {limits.max_num_seqs} sequences of {each}{size:.3g} MiB, {copies} copies")
     return "; ".join(parts)
 
 

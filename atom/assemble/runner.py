@@ -134,7 +134,8 @@ def prepare_gpu(
     if measure is not None:
         measure(model)
         clock.stop("KV scales")
-    slots = sum(kind.bytes_per_slot for kind in kinds) * (1 + serve.max_num_seqs)  # which are allocated already
+    size = sum(kind.bytes_per_slot(config.limits) for kind in kinds)  # of a slot; they are allocated already
+    slots = size * (1 + serve.max_num_seqs)
     left = memory.measure_left(runner, sizes[-1:], serve) + slots
     own = plan_kv(kinds, serve, config.limits, config.parallel.num_ranks, left)
     num_blocks = min_blocks(exchange(msgspec.msgpack.encode(own)))

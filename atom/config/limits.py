@@ -19,6 +19,12 @@ class EngineLimits:
     max_num_batched_tokens: int  # of a step
     max_model_len: int  # tokens of a sequence
     max_verified_tokens: int = 8  # max. tokens of a step's decodes, drafts included
+    num_drafts: int = 0  # max tokens that are drafted for a sequence in a step
+
+    @property
+    def num_states(self) -> int:
+        """The recurrent states that a slot keeps: of each position where the next step may begin."""
+        return 1 + self.num_drafts
 
     @property
     def max_decodes(self) -> int:

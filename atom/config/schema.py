@@ -724,7 +724,8 @@ class Config:
         serve = self.serve
         assert serve.max_model_len is not None, "config.load resolves it"
         verified = serve.max_verified_tokens or VERIFIED_TOKENS[self.device]
-        return EngineLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, verified)
+        num_drafts = self.drafts.num_tokens if self.drafts else 0
+        return EngineLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, verified, num_drafts)
 
     @cached_property
     def drafting(self) -> Drafting | None:

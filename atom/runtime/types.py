@@ -41,9 +41,8 @@ class StateKind:
     def bytes_per_token(self) -> int:
         return 0 if self.rule.in_slot else self.block_bytes // self.block_tokens
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return self.block_bytes if self.rule.in_slot else 0
+    def bytes_per_slot(self, limits: EngineLimits) -> int:
+        return limits.num_states * self.block_bytes if self.rule.in_slot else 0
 
     def blocks(self, num_tokens: int, step: int = 1) -> int:
         """The max number of blocks that a sequence needs while it grows to `num_tokens`, `step` tokens at a time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,8 @@ def test_recurrent_state_is_counted_in_sequences_and_copies(capsys: pytest.Captu
     assert printed in capsys.readouterr().err
     report_engine([state], {"state": 5}, config.limits, None, config)
     assert "atom-run: recurrent state: 8 sequences of 1.5 MiB, 4 copies\n" in capsys.readouterr().err
+    report_engine([state], {"state": 5}, replace(config.limits, num_drafts=3), None, config)
+    assert "recurrent state: 8 sequences of 4 states in 6 MiB, 4 copies\n" in capsys.readouterr().err
 
 
 def test_blocks_on_the_host_are_listed_with_what_they_cost(capsys: pytest.CaptureFixture[str]):

@@ -30,6 +30,12 @@ def test_verified_tokens_are_those_of_the_device_if_none_are_set():
     assert load(["device=cuda"]).limits.max_verified_tokens == 128
 
 
+def test_a_slot_keeps_a_state_more_than_the_drafts_of_a_step():
+    drafting = config_of("serve.method=ngram", "serve.num_speculative_tokens=5").limits
+    assert (drafting.num_drafts, drafting.num_states) == (5, 6)
+    assert (config_of().limits.num_drafts, config_of().limits.num_states) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "drafts", "drafting"),
     [

@@ -35,7 +35,7 @@ def recurrent(
     """Make two ops of what a recurrence does with one sequence: NAME of a whole one, batched_NAME of a step's.
 
     The parameters of the body are values of tokens [T, …], then `state`, then weights. It gives what the op gives and
-    the state after the last token. The batched op takes the states of all slots [slots + 1, …] and, after that, the
+    the state after the last token. The batched op takes the states of all slots, see `run_batch`, and, after that, the
     batch; a sequence that begins has a state of zeros.
 
     infer: the shape rule; of the state it gets the `State` of the text
@@ -67,7 +67,8 @@ def recurrent(
         parameters = list(signature.parameters.values())
         batched_signature = signature.replace(parameters=[*parameters[: place + 1], batch, *parameters[place + 1 :]])
         batched.__module__ = whole.__module__ = body.__module__
-        whole.__doc__, batched.__doc__ = body.__doc__, f"`{name}` of a batch, whose slots have states [slots + 1, …]."
+        whole.__doc__ = body.__doc__
+        batched.__doc__ = f"`{name}` of a batch, whose slots have states [slots + 1, L, …]."
         lowered = Op(f"batched_{name}", batched, infer_batched, LOWERED, True, (), batched_signature, state_flops=flops)
         semantic = Op(name, whole, infer_whole, SEMANTIC, False, (), signature, lowered=lowered, heads=heads or {})
         OPS[name], OPS[lowered.name] = semantic, lowered
@@ -78,20 +79,25 @@ def recurrent(
 
 def run_batch(body: Callable[..., tuple[Any, Tensor]], values: tuple[Any, ...], slots: Tensor, batch: Batch,
               weights: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
-    """Run a recurrence sequence by sequence; the slots have the states before, and then those after."""
+    """Run a recurrence sequence by sequence.
+
+    slots: [slots + 1, L, …], the last L states of each sequence: that after n tokens is number n % L. So a step may end
+      with L - 1 drafts: whichever are rejected, the next step finds the state of where it begins
+    """
     assert batch.slots is not None, "a model with recurrent state has slots"
     parts: list[Any] = []
-    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    starts, lengths, num_kept = batch.starts.tolist(), batch.lengths.tolist(), slots.shape[1]
     for slot, length, (first, last) in zip(batch.slots.tolist(), lengths, itertools.pairwise(starts), strict=True):
-        if first < last:
-            own = slots[slot]
-            before = torch.zeros_like(own) if length == last - first else own
-            part, after = body(*(each[first:last] for each in values), before, *weights, **kwargs)
-            own.copy_(after)
+        stops = range(max(last - num_kept, first) + 1, last + 1) if first < last else ()
+        for start, stop in itertools.pairwise((first, *stops)):
+            num_before, num_after = (length - last + at for at in (start, stop))  # tokens of the sequence
+            before = slots[slot, num_before % num_kept] if num_before else torch.zeros_like(slots[0, 0])
+            part, after = body(*(each[start:stop] for each in values), before, *weights, **kwargs)
+            slots[slot, num_after % num_kept] = after
             parts.append(part)
     num_tokens = len(values[0])
     if not parts:  # nothing but padding
-        return body(*values, torch.zeros_like(slots[0]), *weights, **kwargs)[0]
+        return body(*values, torch.zeros_like(slots[0, 0]), *weights, **kwargs)[0]
     whole = torch.cat(parts)
     return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, num_tokens - len(whole)))  # of padding
 

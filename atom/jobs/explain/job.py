@@ -205,7 +205,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds if not kind.rule.in_slot},
-        **({"state_bytes": size} if (size := sum(kind.bytes_per_slot for kind in kinds)) else {}),
+        **({"state_bytes": size} if (size := sum(kind.bytes_per_slot(config.limits) for kind in kinds)) else {}),
         **kv_pool(kinds, config.serve, config.limits, mesh.num_ranks, others),
         **({"ranks": asdict(mesh), "collectives": collectives(graph)} if mesh.num_ranks > 1 else {}),
         **exchanges(graphs, config),

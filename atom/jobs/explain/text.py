@@ -117,7 +117,8 @@ def _describe_kv(result: dict[str, Any], config: Config) -> Iterator[Line]:
     serve = config.serve
     if "state_bytes" in result:
         held = f"{result['state_slots']} sequences and {result['state_copies']} copies"
-        yield "recurrent state", f"{_size(result['state_bytes'])} a sequence, room for {held}"
+        states = f" ({config.limits.num_states} states)" if config.limits.num_drafts else ""
+        yield "recurrent state", f"{_size(result['state_bytes'])} a sequence{states}, room for {held}"
     if "gpu" in result and serve.num_kvcache_blocks is None and serve.kv_cache_memory == ServeConfig.kv_cache_memory:
         return  # that GPU gives the pool what is left, which the lines about it say
     too_few = "" if result["kv_longest_sequence"] == serve.max_model_len else f": too few for {_longest(config)}"

@@ -1,7 +1,7 @@
 // Ops with recurrent state: the causal convolution, the delta rule, lightning attention, and the scans of Mamba-2 and Mamba.
 //
-// The tokens of a step's sequences lie one after another. Each sequence has a slot with its state, which is updated in
-// place; one that begins has a state of zeros, whatever is in its slot. All is computed in float32.
+// The tokens of a step's sequences lie one after another. Each sequence has a slot with its last L states, that after n
+// tokens in row n % L; one that begins has a state of zeros, whatever is in its slot. All is computed in float32.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -23,20 +23,31 @@ constexpr int WIDE = 4; // vectors of a state's row at a time; two sums of each 
 constexpr int WIDE = 2;
 #endif
 
-struct Sequence {
-  int64_t slot, first, count; // of tokens
+/// Tokens after which a state is kept.
+struct Span {
+  int64_t first, count;  // of tokens
+  int64_t before, after; // rows of the states [(slots + 1) * L, …]
   bool is_new;
 };
 
-/// The sequences of a step that have tokens. slots and lengths i32[S], starts i32[S + 1]
-std::vector<Sequence> sequences_of(const Tensor &slots, const Tensor &starts, const Tensor &lengths) {
+using Sequence = std::vector<Span>;
+
+/// The sequences of a step that have tokens. states [slots + 1, L, …], slots and lengths i32[S], starts i32[S + 1]
+std::vector<Sequence> sequences_of(const Tensor &states, const Tensor &slots, const Tensor &starts, const Tensor &lengths) {
   for (const Tensor *each : {&slots, &starts, &lengths})
     STD_TORCH_CHECK(each->is_contiguous() && each->scalar_type() == ScalarType::Int, "slots, starts and lengths are int32");
+  const int64_t kept = states.size(1);
   std::vector<Sequence> made;
+  int64_t last = -1;
   for (int64_t s = 0; s < slots.size(0); ++s) {
     const int64_t first = elements<int32_t>(starts)[s], count = elements<int32_t>(starts)[s + 1] - first;
-    if (count > 0)
-      made.push_back({elements<int32_t>(slots)[s], first, count, elements<int32_t>(lengths)[s] == count});
+    const int64_t slot = elements<int32_t>(slots)[s], before = elements<int32_t>(lengths)[s] - count; // tokens
+    if (count > 0 && slot != last) // the rows of a sequence's drafts follow its own
+      made.emplace_back();
+    for (int64_t at = 0, end; at < count; at = end, last = slot) {
+      end = std::max(at, count - kept) + 1;
+      made.back().push_back({first + at, end - at, slot * kept + (before + at) % kept, slot * kept + (before + end) % kept, before + at == 0});
+    }
   }
   return made;
 }
@@ -45,7 +56,7 @@ std::vector<Sequence> sequences_of(const Tensor &slots, const Tensor &starts, co
 Tensor make_out(const Tensor &x, const std::vector<Sequence> &sequences) {
   Tensor y = torch::stable::new_empty(x, x.sizes());
   const int64_t row = x.numel() / std::max<int64_t>(x.size(0), 1);
-  const int64_t used = sequences.empty() ? 0 : sequences.back().first + sequences.back().count;
+  const int64_t used = sequences.empty() ? 0 : sequences.back().back().first + sequences.back().back().count;
   by_dtype(x, [&]<class T>() { std::fill_n(elements<T>(y) + used * row, (x.size(0) - used) * row, T{}); });
   return y;
 }
@@ -120,9 +131,16 @@ float dot(const float *a, const float *b, int64_t size) {
   return total(sum);
 }
 
-float *state_of(Tensor &states, int64_t slot) {
+/// `size` numbers of the state after a span, from `first` on, which are those of the state before it.
+float *open_state(Tensor &states, const Span &span, int64_t first, int64_t size) {
   STD_TORCH_CHECK(states.is_contiguous() && states.scalar_type() == ScalarType::Float, "states are float32 without gaps");
-  return elements<float>(states) + slot * (states.numel() / states.size(0));
+  const int64_t row = states.numel() / (states.size(0) * states.size(1));
+  float *state = elements<float>(states) + span.after * row + first;
+  if (span.is_new)
+    std::fill_n(state, size, 0.0f);
+  else if (span.before != span.after)
+    std::copy_n(elements<float>(states) + span.before * row + first, size, state);
+  return state;
 }
 
 /// x times its sigmoid
@@ -173,13 +191,13 @@ void convolve(const Taps &own, int64_t tokens, const T *x, int64_t stride, T *st
     std::memmove(state + row * channels, input(tokens - before + row), own.width * sizeof(T));
 }
 
-/// x [T, C], states [slots + 1, K - 1, C], weight [C, K], bias [C] -> [T, C]
+/// x [T, C], states [slots + 1, L, taps - 1, C], weight [C, taps], bias [C] -> [T, C]
 Tensor causal_conv(const Tensor &x, Tensor states, const Tensor &slots, const Tensor &starts, const Tensor &lengths,
                    const Tensor &weight, const std::optional<Tensor> &bias, bool has_silu) {
   const int64_t channels = x.size(1), taps = weight.size(1);
   STD_TORCH_CHECK(taps <= MAX_TAPS && weight.size(0) == channels && weight.is_contiguous(), "the weight has up to 8 taps a channel");
   STD_TORCH_CHECK(states.is_contiguous() && states.scalar_type() == x.scalar_type(), "states are as x, without gaps");
-  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<Sequence> sequences = sequences_of(states, slots, starts, lengths);
   Tensor y = make_out(x, sequences);
   by_dtype(x, [&]<class T>() {
     const Rows<T> rows(x);
@@ -190,12 +208,17 @@ Tensor causal_conv(const Tensor &x, Tensor states, const Tensor &slots, const Te
         by_dtype(*bias, [&]<class W>() { widen_row(elements<W>(*bias) + first, width, own.bias.data()); });
       by_taps(taps, [&]<int K>() {
         by_dtype(weight, [&]<class W>() { own.set<K>(elements<W>(weight) + first * taps, width); });
-        for (const Sequence &each : sequences) {
-          T *state = stored + each.slot * (taps - 1) * channels + first;
-          for (int64_t row = 0; each.is_new && row < taps - 1; ++row)
-            std::memset(state + row * channels, 0, width * sizeof(T));
-          convolve<K>(own, each.count, rows[each.first] + first, rows.stride, state, made + each.first * channels + first, channels);
-        }
+        for (const Sequence &sequence : sequences)
+          for (const Span &each : sequence) {
+            T *state = stored + each.after * (taps - 1) * channels + first;
+            const T *before = stored + each.before * (taps - 1) * channels + first;
+            for (int64_t row = 0; (each.is_new || before != state) && row < taps - 1; ++row)
+              if (each.is_new)
+                std::memset(state + row * channels, 0, width * sizeof(T));
+              else
+                std::memcpy(state + row * channels, before + row * channels, width * sizeof(T));
+            convolve<K>(own, each.count, rows[each.first] + first, rows.stride, state, made + each.first * channels + first, channels);
+          }
       });
     });
   });
@@ -271,13 +294,13 @@ void run_delta(const Keys &all, int64_t tokens, const T *v, int64_t v_stride, T 
   }
 }
 
-/// q and k [T, Nk, K], v [T, N, V], decay fp32[T, N] or fp32[T, N, K], beta [T, N], states fp32[slots + 1, N, K, V] -> [T, N, V]
+/// q and k [T, Nk, K], v [T, N, V], decay fp32[T, N] or fp32[T, N, K], beta [T, N], states fp32[slots + 1, L, N, K, V] -> [T, N, V]
 Tensor gated_delta(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &decay, const Tensor &beta, Tensor states,
                    const Tensor &slots, const Tensor &starts, const Tensor &lengths, double scale, bool normalize) {
   const int64_t key_heads = q.size(1), dim = q.size(2), heads = v.size(1), columns = v.size(2);
   constexpr int64_t block = WIDE * LANES;
   const bool by_dim = decay.dim() == 3;
-  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<Sequence> sequences = sequences_of(states, slots, starts, lengths);
   Tensor y = make_out(v, sequences);
   by_dtype(v, [&]<class T>() {
     const Rows<T> queries(q), keys(k), values(v);
@@ -286,38 +309,36 @@ Tensor gated_delta(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
     share(sequences.size() * heads, v.size(0) * dim * columns / std::max<int64_t>(sequences.size(), 1), [&](int64_t begin, int64_t end) {
       Keys all(dim);
       std::vector<float> copy(dim * block);
-      for (int64_t item = begin; item < end; ++item) {
-        const Sequence &each = sequences[item / heads];
-        const int64_t head = item % heads, of_key = head / (heads / key_heads) * dim;
-        float *state = state_of(states, each.slot) + head * dim * columns;
-        if (each.is_new)
-          std::fill_n(state, dim * columns, 0.0f);
-        for (int64_t from = 0; from < each.count; from += CHUNK) {
-          const int64_t tokens = std::min(CHUNK, each.count - from), first = each.first + from;
-          for (int64_t t = 0; t < tokens; ++t)
-            all.set(t, queries[first + t] + of_key, keys[first + t] + of_key, decays[first + t] + head * (by_dim ? dim : 1), by_dim,
-                    (float)scale, normalize);
-          by_dtype(beta, [&]<class B>() {
-            const Rows<B> betas(beta);
+      for (int64_t item = begin; item < end; ++item)
+        for (const Span &each : sequences[item / heads]) {
+          const int64_t head = item % heads, of_key = head / (heads / key_heads) * dim;
+          float *state = open_state(states, each, head * dim * columns, dim * columns);
+          for (int64_t from = 0; from < each.count; from += CHUNK) {
+            const int64_t tokens = std::min(CHUNK, each.count - from), first = each.first + from;
             for (int64_t t = 0; t < tokens; ++t)
-              all.betas[t] = widen(betas[first + t][head]);
-          });
-          for (int64_t at = 0; at < columns; at += block) {
-            const int64_t width = std::min(block, columns - at);
-            const T *v_here = values[first] + head * columns + at;
-            T *y_here = made + (first * heads + head) * columns + at;
-            if (tokens == 1 && width == block) {
-              run_delta(all, tokens, v_here, values.stride, y_here, heads * columns, width, state + at, columns);
-              continue;
+              all.set(t, queries[first + t] + of_key, keys[first + t] + of_key, decays[first + t] + head * (by_dim ? dim : 1), by_dim,
+                      (float)scale, normalize);
+            by_dtype(beta, [&]<class B>() {
+              const Rows<B> betas(beta);
+              for (int64_t t = 0; t < tokens; ++t)
+                all.betas[t] = widen(betas[first + t][head]);
+            });
+            for (int64_t at = 0; at < columns; at += block) {
+              const int64_t width = std::min(block, columns - at);
+              const T *v_here = values[first] + head * columns + at;
+              T *y_here = made + (first * heads + head) * columns + at;
+              if (tokens == 1 && width == block) {
+                run_delta(all, tokens, v_here, values.stride, y_here, heads * columns, width, state + at, columns);
+                continue;
+              }
+              for (int64_t d = 0; d < dim; ++d) // what stays in the first level's cache for all tokens
+                std::copy_n(state + d * columns + at, width, copy.data() + d * block);
+              run_delta(all, tokens, v_here, values.stride, y_here, heads * columns, width, copy.data(), block);
+              for (int64_t d = 0; d < dim; ++d)
+                std::copy_n(copy.data() + d * block, width, state + d * columns + at);
             }
-            for (int64_t d = 0; d < dim; ++d) // what stays in the first level's cache for all tokens
-              std::copy_n(state + d * columns + at, width, copy.data() + d * block);
-            run_delta(all, tokens, v_here, values.stride, y_here, heads * columns, width, copy.data(), block);
-            for (int64_t d = 0; d < dim; ++d)
-              std::copy_n(copy.data() + d * block, width, state + d * columns + at);
           }
         }
-      }
     });
   });
   return y;
@@ -339,10 +360,7 @@ struct StateRows {
   float *stored, *rows;
   int64_t count, size, width;
   std::vector<float> copy;
-  StateRows(float *stored, int64_t count, int64_t size, bool is_new)
-      : stored(stored), rows(stored), count(count), size(size), width(padded(size)) {
-    if (is_new)
-      std::fill_n(stored, count * size, 0.0f);
+  StateRows(float *stored, int64_t count, int64_t size) : stored(stored), rows(stored), count(count), size(size), width(padded(size)) {
     if (width == size)
       return;
     copy.resize(count * width);
@@ -356,11 +374,11 @@ struct StateRows {
   }
 };
 
-/// x [T, N, P], dt fp32[T, N], b and c [T, G, S], states fp32[slots + 1, N, P, S], a_log and d [N] -> [T, N, P]
+/// x [T, N, P], dt fp32[T, N], b and c [T, G, S], states fp32[slots + 1, L, N, P, S], a_log and d [N] -> [T, N, P]
 Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, Tensor states, const Tensor &slots,
            const Tensor &starts, const Tensor &lengths, const Tensor &a_log, const Tensor &d) {
   const int64_t heads = x.size(1), dim = x.size(2), groups = b.size(1), size = b.size(2);
-  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<Sequence> sequences = sequences_of(states, slots, starts, lengths);
   const std::vector<float> logs = widened(a_log), skips = widened(d);
   Tensor y = make_out(x, sequences);
   by_dtype(x, [&]<class T>() {
@@ -369,34 +387,34 @@ Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, 
     T *made = elements<T>(y);
     share(sequences.size() * heads, x.size(0) * dim * size / std::max<int64_t>(sequences.size(), 1), [&](int64_t begin, int64_t end) {
       std::vector<float> own_b(padded(size)), own_c(padded(size)), own_x(padded(dim)), own_y(padded(dim));
-      for (int64_t item = begin; item < end; ++item) {
-        const Sequence &each = sequences[item / heads];
-        const int64_t head = item % heads, of_group = head / (heads / groups) * size;
-        const float rate = -std::exp(logs[head]), skip = skips[head];
-        StateRows state(state_of(states, each.slot) + head * dim * size, dim, size, each.is_new);
-        for (int64_t t = each.first; t < each.first + each.count; ++t) {
-          const float step = steps[t][head], kept = std::exp(rate * step);
-          widen_row(bs[t] + of_group, size, own_b.data());
-          widen_row(cs[t] + of_group, size, own_c.data());
-          widen_row(inputs[t] + head * dim, dim, own_x.data());
-          for (int64_t p = 0; p < dim; ++p)
-            own_y[p] = skip * own_x[p] +
-                       scan_row(state.rows + p * state.width, state.width, kept, own_x[p] * step, own_b.data(), own_c.data());
-          for (int64_t p = 0; p < dim; p += LANES)
-            narrow_some(load<Floats>(own_y.data() + p), made + (t * heads + head) * dim + p, dim - p);
+      for (int64_t item = begin; item < end; ++item)
+        for (const Span &each : sequences[item / heads]) {
+          const int64_t head = item % heads, of_group = head / (heads / groups) * size;
+          const float rate = -std::exp(logs[head]), skip = skips[head];
+          StateRows state(open_state(states, each, head * dim * size, dim * size), dim, size);
+          for (int64_t t = each.first; t < each.first + each.count; ++t) {
+            const float step = steps[t][head], kept = std::exp(rate * step);
+            widen_row(bs[t] + of_group, size, own_b.data());
+            widen_row(cs[t] + of_group, size, own_c.data());
+            widen_row(inputs[t] + head * dim, dim, own_x.data());
+            for (int64_t p = 0; p < dim; ++p)
+              own_y[p] = skip * own_x[p] +
+                         scan_row(state.rows + p * state.width, state.width, kept, own_x[p] * step, own_b.data(), own_c.data());
+            for (int64_t p = 0; p < dim; p += LANES)
+              narrow_some(load<Floats>(own_y.data() + p), made + (t * heads + head) * dim + p, dim - p);
+          }
         }
-      }
     });
   });
   return y;
 }
 
-/// x [T, I], dt fp32[T, I], b and c [T, S], states fp32[slots + 1, I, S], a_log [I, S], d [I] -> [T, I]
+/// x [T, I], dt fp32[T, I], b and c [T, S], states fp32[slots + 1, L, I, S], a_log [I, S], d [I] -> [T, I]
 Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, Tensor states, const Tensor &slots,
                       const Tensor &starts, const Tensor &lengths, const Tensor &a_log, const Tensor &d) {
   const int64_t channels = x.size(1), size = b.size(1), width = padded(size);
   STD_TORCH_CHECK(a_log.is_contiguous(), "weights have no gaps");
-  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<Sequence> sequences = sequences_of(states, slots, starts, lengths);
   const std::vector<float> skips = widened(d);
   Tensor y = make_out(x, sequences);
   by_dtype(x, [&]<class T>() {
@@ -410,35 +428,36 @@ Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const 
           for (int64_t at = 0; at < width; at += LANES)
             store(Floats{} - exp_of(widen_some(elements<W>(a_log) + (first + i) * size + at, size - at)), rates.data() + i * width + at);
       });
-      for (const Sequence &each : sequences) {
-        StateRows state(state_of(states, each.slot) + first * size, count, size, each.is_new);
-        for (int64_t t = each.first; t < each.first + each.count; ++t) {
-          widen_row(bs[t], size, own_b.data());
-          widen_row(cs[t], size, own_c.data());
-          for (int64_t i = 0; i < count; ++i) {
-            const float step = steps[t][first + i], input = widen(inputs[t][first + i]);
-            Floats sum{};
-            for (int64_t at = 0; at < width; at += LANES) {
-              float *row = state.rows + i * width + at;
-              const Floats kept = exp_of(load<Floats>(rates.data() + i * width + at) * step);
-              const Floats next = load<Floats>(row) * kept + load<Floats>(own_b.data() + at) * (input * step);
-              store(next, row);
-              sum += next * load<Floats>(own_c.data() + at);
+      for (const Sequence &sequence : sequences)
+        for (const Span &each : sequence) {
+          StateRows state(open_state(states, each, first * size, count * size), count, size);
+          for (int64_t t = each.first; t < each.first + each.count; ++t) {
+            widen_row(bs[t], size, own_b.data());
+            widen_row(cs[t], size, own_c.data());
+            for (int64_t i = 0; i < count; ++i) {
+              const float step = steps[t][first + i], input = widen(inputs[t][first + i]);
+              Floats sum{};
+              for (int64_t at = 0; at < width; at += LANES) {
+                float *row = state.rows + i * width + at;
+                const Floats kept = exp_of(load<Floats>(rates.data() + i * width + at) * step);
+                const Floats next = load<Floats>(row) * kept + load<Floats>(own_b.data() + at) * (input * step);
+                store(next, row);
+                sum += next * load<Floats>(own_c.data() + at);
+              }
+              narrow(total(sum) + skips[first + i] * input, made[t * channels + first + i]);
             }
-            narrow(total(sum) + skips[first + i] * input, made[t * channels + first + i]);
           }
         }
-      }
     });
   });
   return y;
 }
 
-/// q and k [T, N, K], v [T, N, V], states fp32[slots + 1, N, K, V], slopes [N] -> [T, N, V]
+/// q and k [T, N, K], v [T, N, V], states fp32[slots + 1, L, N, K, V], slopes [N] -> [T, N, V]
 Tensor lightning(const Tensor &q, const Tensor &k, const Tensor &v, Tensor states, const Tensor &slots, const Tensor &starts,
                  const Tensor &lengths, const Tensor &slopes, double scale) {
   const int64_t dim = q.size(2), heads = v.size(1), columns = v.size(2), width = padded(columns);
-  const std::vector<Sequence> sequences = sequences_of(slots, starts, lengths);
+  const std::vector<Sequence> sequences = sequences_of(states, slots, starts, lengths);
   const std::vector<float> decays = widened(slopes);
   Tensor y = make_out(v, sequences);
   by_dtype(v, [&]<class T>() {
@@ -446,29 +465,29 @@ Tensor lightning(const Tensor &q, const Tensor &k, const Tensor &v, Tensor state
     T *made = elements<T>(y);
     share(sequences.size() * heads, v.size(0) * dim * columns / std::max<int64_t>(sequences.size(), 1), [&](int64_t begin, int64_t end) {
       std::vector<float> key(padded(dim)), query(padded(dim)), value(width), sum(width);
-      for (int64_t item = begin; item < end; ++item) {
-        const Sequence &each = sequences[item / heads];
-        const int64_t head = item % heads;
-        const float kept = std::exp(-decays[head]);
-        StateRows state(state_of(states, each.slot) + head * dim * columns, dim, columns, each.is_new);
-        for (int64_t t = each.first; t < each.first + each.count; ++t) {
-          widen_row(keys[t] + head * dim, dim, key.data());
-          widen_row(queries[t] + head * dim, dim, query.data());
-          widen_row(values[t] + head * columns, columns, value.data());
-          std::fill(sum.begin(), sum.end(), 0.0f);
-          for (int64_t d = 0; d < dim; ++d) {
-            float *row = state.rows + d * width;
-            const float read = query[d] * (float)scale;
-            for (int64_t at = 0; at < width; at += LANES) {
-              const Floats next = load<Floats>(row + at) * kept + load<Floats>(value.data() + at) * key[d];
-              store(next, row + at);
-              store(load<Floats>(sum.data() + at) + next * read, sum.data() + at);
+      for (int64_t item = begin; item < end; ++item)
+        for (const Span &each : sequences[item / heads]) {
+          const int64_t head = item % heads;
+          const float kept = std::exp(-decays[head]);
+          StateRows state(open_state(states, each, head * dim * columns, dim * columns), dim, columns);
+          for (int64_t t = each.first; t < each.first + each.count; ++t) {
+            widen_row(keys[t] + head * dim, dim, key.data());
+            widen_row(queries[t] + head * dim, dim, query.data());
+            widen_row(values[t] + head * columns, columns, value.data());
+            std::fill(sum.begin(), sum.end(), 0.0f);
+            for (int64_t d = 0; d < dim; ++d) {
+              float *row = state.rows + d * width;
+              const float read = query[d] * (float)scale;
+              for (int64_t at = 0; at < width; at += LANES) {
+                const Floats next = load<Floats>(row + at) * kept + load<Floats>(value.data() + at) * key[d];
+                store(next, row + at);
+                store(load<Floats>(sum.data() + at) + next * read, sum.data() + at);
+              }
             }
+            for (int64_t at = 0; at < columns; at += LANES)
+              narrow_some(load<Floats>(sum.data() + at), made + (t * heads + head) * columns + at, columns - at);
           }
-          for (int64_t at = 0; at < columns; at += LANES)
-            narrow_some(load<Floats>(sum.data() + at), made + (t * heads + head) * columns + at, columns - at);
         }
-      }
     });
   });
   return y;

@@ -315,11 +315,12 @@ class KVCache:
                 if table[index]:
                     pool.release(table[index])
                     table[index] = 0
-            if self._keeps_state(sequence, num_tokens) and not table[last]:
-                if not pool.blank:
-                    self._discard_last(sequence, pool)
-                if pool.num_free:
-                    table[last] = pool.take()
+            for index in (at // self.block_size - 1 for at in self._kept_at(sequence, num_tokens)):
+                if not table[index]:
+                    if not pool.blank:
+                        self._discard_last(sequence, pool)
+                    if pool.num_free:
+                        table[index] = pool.take()
         return num_tokens
 
     def chunk_end(self, sequence: Sequence, end: int) -> int:
@@ -345,12 +346,18 @@ class KVCache:
             return ()
         return (sequence.num_tokens - 1) // self.block_size * self.block_size, sequence.num_matched
 
-    def _keeps_state(self, sequence: Sequence, end: int) -> bool:
-        """Whether a step that ends there keeps the sequence's state."""
-        is_regular = end - begin_of(sequence) > 1 or end % self._interval == 0
-        return not end % self.block_size and (
-            (self.enable_prefix_caching and is_regular) or end in self._stops(sequence)
-        )
+    def _kept_at(self, sequence: Sequence, end: int) -> set[int]:
+        """The positions, up to its end, after which a step keeps the sequence's state.
+
+        A decode with drafts may pass one, or not reach it.
+        """
+        start, regular = begin_of(sequence), range(0)
+        if self.enable_prefix_caching:
+            is_chunk = min(end, sequence.num_tokens + sequence.num_pending) - start > 1
+            first = (start // self._interval + 1) * self._interval
+            regular = range(end, end + 1) if is_chunk else range(first, end + 1, self._interval)
+        wanted = {*regular, *(stop for stop in self._stops(sequence) if stop == end)}
+        return {at for at in wanted if not at % self.block_size}
 
     def commit(self, sequence: Sequence) -> None:
         """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""

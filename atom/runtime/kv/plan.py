@@ -18,9 +18,9 @@ STATE_SHARE = 0.1  # of the pools, for copies of recurrent state
 MIN_COPIES = 2  # with block 0
 
 
-def fit_slots(kinds: Sequence[StateKind], max_num_seqs: int, memory_bytes: int) -> int:
+def fit_slots(kinds: Sequence[StateKind], limits: EngineLimits, memory_bytes: int) -> int:
     """The number of sequences whose recurrent states take at most SLOT_SHARE: max_num_seqs, else a power of two."""
-    size = sum(kind.bytes_per_slot for kind in kinds)
+    size, max_num_seqs = sum(kind.bytes_per_slot(limits) for kind in kinds), limits.max_num_seqs
     room = int(memory_bytes * SLOT_SHARE) // size - 1 if size else max_num_seqs  # besides that of padding
     return max_num_seqs if room >= max_num_seqs else 1 << max(room.bit_length() - 1, 0) if room > 0 else 1
 
@@ -37,8 +37,8 @@ def plan_memory(
 ) -> dict[str, int]:
     """The number of blocks of each pool by state kind, including block 0.
 
-    Recurrent state takes its slots first, one for each sequence and one for padding. Blocks with copies of it take
-    `state_memory`, and the other kinds what is left, see `plan_blocks`.
+    Recurrent state takes its slots first, one for each sequence and one for padding, each with `num_states` of the
+    limits. Blocks with copies of it take `state_memory`, and the other kinds what is left, see `plan_blocks`.
 
     memory_bytes: the size of slots and pools together; None: see num_blocks
     num_blocks: of each pool but that of recurrent state, or of that one if there is no other, without block 0
@@ -59,7 +59,7 @@ def plan_memory(
         copies = own if state_memory is None else state_memory
     else:
         assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
-        slots = (limits.max_num_seqs + 1) * size
+        slots = (limits.max_num_seqs + 1) * sum(kind.bytes_per_slot(limits) for kind in recurrent)
         share = STATE_SHARE if len(recurrent) < len(kinds) else 1.0
         copies = max(int((memory_bytes - slots) * share) if state_memory is None else state_memory, MIN_COPIES * size)
         taken = slots + copies

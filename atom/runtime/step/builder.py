@@ -64,8 +64,8 @@ class Collected:
     admitted: list[Sequence] = field(default_factory=list)  # that the runner does not have
     indices: array[int] = field(default_factory=lambda: array("i"))  # targets of the entries of block tables
     blocks: array[int] = field(default_factory=lambda: array("i"))  # these entries
-    restores: dict[str, array[int]] = field(default_factory=dict)  # by kind: slots and blocks in turns
-    copies: dict[str, array[int]] = field(default_factory=dict)
+    restores: dict[str, array[int]] = field(default_factory=dict)  # by kind, the columns of `StepInput.restores`
+    copies: dict[str, array[int]] = field(default_factory=dict)  # those of `StepInput.copies`
     reported: list[int] = field(default_factory=list)  # as in StepInput
     special: list[_Special] = field(default_factory=list)
     sampling: int = 0  # index in SAMPLING_KINDS, the largest of those that sample
@@ -107,7 +107,7 @@ class StepBuilder:
             if resident is None or resident.blocks is not sequence.blocks:
                 resident = residents[slot] = self._admit(sequence)
                 rows.admitted.append(sequence)
-                self._move_state(rows.restores, sequence, start)
+                self._restore_state(rows.restores, sequence, start)
             rows.residents.append(resident)
             num_sent = resident.num_sent
             for kind, table in enumerate(resident.tables):
@@ -118,7 +118,7 @@ class StepBuilder:
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
             if capacity.recurrent:
-                self._move_state(rows.copies, sequence, start + num_tokens)
+                self._copy_states(rows.copies, row, len(rows.reported) if samples else -1)
             if start < resident.num_known or (drafts and not num_drafts):
                 rows.is_decode = False
             if samples:
@@ -152,10 +152,8 @@ class StepBuilder:
             add_admissions(step, rows.admitted, has_histories=bool(self._capacity.num_drafts))
         if rows.indices:
             step.table_entries = bytearray(rows.indices + rows.blocks)
-        step.restores, step.copies = (
-            {kind: bytearray(moved[::2] + moved[1::2]) for kind, moved in moves.items()}
-            for moves in (rows.restores, rows.copies)
-        )
+        step.restores = {kind: in_rows(moved, 2) for kind, moved in rows.restores.items()}
+        step.copies = {kind: in_rows(moved, 4) for kind, moved in rows.copies.items()}
         if rows.special:
             add_special(step, rows.special, self._capacity.vocab)
         if not is_decode:
@@ -199,12 +197,33 @@ class StepBuilder:
             is_special,
         )
 
-    def _move_state(self, moves: dict[str, array[int]], sequence: Sequence, end: int) -> None:
-        """Add to `moves` the slot of a sequence, and the blocks with copies of its state after `end` tokens, if any."""
+    def _restore_state(self, restores: dict[str, array[int]], sequence: Sequence, start: int) -> None:
+        """Restore the state of a sequence that begins after `start` tokens from blocks with copies of it, if any."""
         for kind in self._capacity.recurrent:
-            index, rest = divmod(end, self._capacity.block_size)
+            index, rest = divmod(start, self._capacity.block_size)
             if index and not rest and (block := sequence.blocks[kind][index - 1]):
-                moves.setdefault(kind, array("i")).extend((sequence.slot, block))
+                restores.setdefault(kind, array("i")).extend((self._state_of(sequence, start), block))
+
+    def _copy_states(self, copies: dict[str, array[int]], row: ScheduledRequest, place: int) -> None:
+        """Copy the states of a row to the blocks that are there for copies.
+
+        As long as drafts are not verified, its positions are the max ones: any step may be the one that passes a block.
+
+        place: of the row among those that sample; -1: it does not
+        """
+        sequence, start, num_tokens, *_ = row
+        size, end = self._capacity.block_size, start + num_tokens
+        for kind in self._capacity.recurrent:
+            table = sequence.blocks[kind]
+            for index in range((start - sequence.num_unverified) // size, end // size):
+                if index >= 0 and (block := table[index]):
+                    at = (index + 1) * size
+                    copies.setdefault(kind, array("i")).extend((self._state_of(sequence, at), block, place, at))
+
+    def _state_of(self, sequence: Sequence, num_tokens: int) -> int:
+        """The number of a sequence's state after so many tokens, among those of all slots."""
+        num_states = self._capacity.num_states
+        return sequence.slot * num_states + num_tokens % num_states
 
     def count_drafts(self, plan: Plan) -> int:
         """The max number of tokens that the runner drafts for a row, which it does if it knows the newest token."""
@@ -275,6 +294,11 @@ class StepBuilder:
         row_of[shape.num_decoded : num_tokens] = np.repeat(index, counts)[own.num_decoded :]
         row_of[num_tokens:] = num_rows
         return shape, packed
+
+
+def in_rows(columns: array[int], num_rows: int) -> bytearray:
+    """Numbers i32[num_rows, N] that come column by column."""
+    return bytearray(b"".join(columns[row::num_rows].tobytes() for row in range(num_rows)))
 
 
 def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: bool) -> None:

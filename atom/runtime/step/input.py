@@ -109,6 +109,7 @@ class Capacity(msgspec.Struct, frozen=True):
     num_drafts: int = 0  # max tokens that the runner drafts for a sequence
     draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
     recurrent: tuple[str, ...] = ()  # kinds of recurrent state, which blocks have copies of
+    num_states: int = 1  # that a slot keeps of each of these kinds, that after n tokens as number n % num_states
     block_size: int = 0  # tokens; of a runner with recurrent state
 
 
@@ -173,8 +174,11 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     counted: list[Counted] = []  # of admissions with penalties
     histories: list[History] = []  # of admissions, if the runner drafts
     table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
-    restores: dict[str, bytearray] = {}  # by kind i32[2, N]: slots whose state is copied from these blocks, before all
-    copies: dict[str, bytearray] = {}  # by kind i32[2, N]: slots whose state is copied to these blocks, after the body
+    # by kind i32[2, N]: states, slot * num_states + number, that are copied from these blocks, before all
+    restores: dict[str, bytearray] = {}
+    # by kind i32[4, N]: states that are copied to these blocks, after all; the row that samples, -1: none; the tokens
+    # after which it has that state. If its draws have not passed these, the copy does not take place
+    copies: dict[str, bytearray] = {}
     reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
     sampling: str = "greedy"  # one of SAMPLING_KINDS
     has_penalties: bool = False

@@ -133,7 +133,7 @@ class Model:
 
     @property
     def slots(self) -> Mapping[State, Tensor]:
-        """The recurrent states of all slots [slots + 1, …]."""
+        """The recurrent states of all slots [slots + 1, num_states, …], see `ops.run_batch`."""
         return self._bindings.slots
 
     @property
@@ -151,11 +151,17 @@ class Model:
             self._kv_memory.clear()
         states = self.graph.states()
         caches = {state: self._allocate(state, num_blocks[state.kind]) for state in states}
-        slots = {state: self._allocate(state, self.padding + 1) for state in states if state.rule.in_slot}
+        num_states = self.limits.num_states
+        slots = {
+            state: made.view(-1, num_states, *made.shape[1:])
+            for state in states
+            if state.rule.in_slot
+            for made in [self._allocate(state, (self.padding + 1) * num_states)]
+        }
         for kind in self.recurrent:
             own = [state for state in slots if state.kind == kind]
             self._state_copiers[kind] = self._step.state_copier(
-                [slots[state] for state in own], [caches[state] for state in own]
+                [slots[state].flatten(0, 1) for state in own], [caches[state] for state in own]
             )
         self._bind(self._bindings._replace(caches=caches, slots=slots))
 
@@ -217,20 +223,28 @@ class Model:
 
     def restore_states(self, moves: Mapping[str, bytearray]) -> None:
         """Copy the recurrent states of blocks to slots. moves: as in `StepInput.restores`"""
-        for copier, slots, blocks in self._moved(moves):
-            copier.to_slots(slots, blocks)
-
-    def copy_states(self, moves: Mapping[str, bytearray]) -> None:
-        """Copy the recurrent states of slots to blocks. moves: as in `StepInput.copies`"""
-        for copier, slots, blocks in self._moved(moves):
-            copier.to_blocks(slots, blocks)
-
-    def _moved(self, moves: Mapping[str, bytearray]) -> Iterator[tuple[StateCopier, Tensor, Tensor]]:
-        """What copies each kind of recurrent state, with the slots and blocks i32[N] between which they move."""
         for kind, copier in self._state_copiers.items():
             if kind in moves:
-                slots, blocks = self.send(moves[kind]).view(2, -1)
-                yield copier, slots, blocks
+                copier.to_slots(*self.send(moves[kind]).view(2, -1))
+
+    def copy_states(self, moves: Mapping[str, bytearray], num_drawn: Tensor | None = None) -> None:
+        """Copy the recurrent states of slots to blocks; if tokens are drafted, once a step has sampled.
+
+        moves: as in `StepInput.copies`
+        num_drawn: i64[R], the number of tokens that each row has drawn; None: no draft is in doubt
+        """
+        for kind, copier in self._state_copiers.items():
+            if kind in moves:
+                copier.to_blocks(*self._accepted(self.send(moves[kind]).view(4, -1), num_drawn))
+
+    def _accepted(self, numbers: Tensor, num_drawn: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The states and the blocks of copies, block 0 for those that do not take place. numbers: i32[4, N]"""
+        places, blocks, rows, ends = numbers
+        if num_drawn is None:
+            return places, blocks
+        last = self.state.lengths[places // self.limits.num_states] - 1  # the newest token is not computed yet
+        is_passed = (ends <= last) & (ends > last - num_drawn[rows.clamp(min=0)])
+        return places, torch.where(is_passed | (rows < 0), blocks, 0)
 
     def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
         """The copier of blocks of these caches [num_blocks, width] to rows and back; valid until `bind`."""
@@ -402,8 +416,9 @@ class Model:
         lengths = aligned(batch.lengths[:num_rows].expand(num_queries, -1)).sub_(self._num_following[-num_queries:])
         tables = {kind: table[:num_rows] for kind, table in batch.tables.items()}
         starts = self._starts[0][: num_rows + 1]
+        slots = None if batch.slots is None else batch.slots[:num_rows]
         batches = (
-            Batch(tables, dict(zip(self.kinds, each.unbind(), strict=True)), starts, length, num_rows)
+            Batch(tables, dict(zip(self.kinds, each.unbind(), strict=True)), starts, length, num_rows, slots=slots)
             for each, length in zip(mappings, lengths, strict=True)
         )
         return list(zip(positions, batches, strict=True))

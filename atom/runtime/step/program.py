@@ -44,7 +44,7 @@ class Bindings(NamedTuple):
     weights: Mapping[Recipe, Any]
     code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call
     caches: Mapping[State, Tensor] = MappingProxyType({})  # [blocks, *`State.block`]
-    slots: Mapping[State, Tensor] = MappingProxyType({})  # of recurrent states [slots + 1, …]
+    slots: Mapping[State, Tensor] = MappingProxyType({})  # of recurrent states [slots + 1, num_states, …]
     kernels: Kernels = MappingProxyType({})  # in place of those that the text names
     communicator: Communicator | None = None  # of several ranks
 

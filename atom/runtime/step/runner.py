@@ -62,6 +62,7 @@ class Runner:
             model.num_drafts,
             graphs.draft_sizes,
             model.recurrent,
+            model.limits.num_states,
             model.block_size,
         )
 
@@ -126,7 +127,7 @@ class Runner:
         if step.restores:
             model.restore_states(step.restores)
         started = self.graphs.start(step) or self._start(step)
-        if step.copies:
+        if step.copies and not model.limits.num_drafts:
             model.copy_states(step.copies)
         if model.defers_logits and (started.unscored or step.scored or step.num_pooled):
             return Pending(step, self._reported, [], None, None, finish=partial(self._finish_later, step, started))
@@ -150,6 +151,8 @@ class Runner:
             model.state.lengths.index_copy_(0, slots, lengths)
         if not step.reported:
             started.follow()
+            if step.copies and model.limits.num_drafts:
+                model.copy_states(step.copies)
             return Pending(step, self._reported, scored, None, self._record(), pooled=pooled)
         return self._sample(step, started, scored, pooled)
 
@@ -232,6 +235,8 @@ class Runner:
                 pending.drawn, pending.drafts = self._fetch(drawn), None if drafts is None else self._fetch(drafts)
             pending.event = self._record()
             started.follow()  # which the host need not wait for
+            if step.copies and self.model.limits.num_drafts:  # the draws say which states have come to stay
+                self.model.copy_states(step.copies, count_drawn(drawn, accepted))
             return pending
         except Exception as error:
             if not self.run_ahead:
@@ -389,6 +394,18 @@ class _Report(NamedTuple):
             Logprobs(token, chosen, rank, list(zip(ids, values, strict=True))[:num])
             for token, num, chosen, rank, ids, values in columns
         ]
+
+
+def count_drawn(drawn: Tensor, accepted: Mapping[int, list[int]]) -> Tensor:
+    """The number of tokens i64[R] that rows have drawn.
+
+    drawn: i64[draws, R], -1 if none was drawn
+    accepted: by row, those drawn after drafts of the host
+    """
+    counts = (drawn >= 0).sum(0)
+    for row, tokens in accepted.items():
+        counts[row] += len(tokens)
+    return counts
 
 
 def shape_logits(logits: Tensor, shaping: Shaping, send: Callable[[Any, torch.dtype], Tensor]) -> Tensor:

@@ -160,6 +160,11 @@ def steps_of(cases: Sequence[Case], chunk: int, places: Tensor, padding: int) ->
         yield Step(values, batch, parts)
 
 
+def states_of(state: Tensor, num_slots: int, kept: int = 1) -> Tensor:
+    """The same state as each of those that slots keep."""
+    return state.repeat(num_slots, kept, *[1] * state.dim())
+
+
 def in_steps(run: Callable[..., Tensor], cases: Sequence[Case], chunk: int) -> list[Tensor]:
     """What a batched op gives for each sequence, if they come one after another and slots hold NaN before.
 
@@ -167,7 +172,7 @@ def in_steps(run: Callable[..., Tensor], cases: Sequence[Case], chunk: int) -> l
     """
     first = cases[0]
     count = len(cases) + 3
-    slots = torch.full_like(first.zeros, NAN).repeat(count, *[1] * first.zeros.dim())
+    slots = states_of(torch.full_like(first.zeros, NAN), count)
     places = torch.randperm(count - 1, generator=_weights())[: len(cases)]
     made: list[list[Tensor]] = [[] for _ in cases]
     for values, batch, parts in steps_of(cases, chunk, places, count - 1):
@@ -178,3 +183,32 @@ def in_steps(run: Callable[..., Tensor], cases: Sequence[Case], chunk: int) -> l
     unused = torch.ones(count).bool().index_fill_(0, places, False)
     assert slots[unused].isnan().all(), "the slots of others are left alone"
     return [torch.cat(each) for each in made]
+
+
+def with_drafts(run: Callable[..., Tensor], case: Case, kept: int, first: int, *, in_rows: bool = False) -> Tensor:
+    """What a batched op gives for a sequence whose steps end with drafts of NaN, which the next step takes back.
+
+    kept: states of a slot, one more than the drafts of a step
+    first: tokens of the first step, which has no drafts
+    in_rows: drafts are rows of one token each, as those of the host are
+    """
+    slots, parts = states_of(torch.full_like(case.zeros, NAN), 3, kept), []
+    at, num_right, seen = 0, first, set[int]()
+    while at < case.num_tokens:
+        right = [each[at : at + num_right] for each in case.values]
+        num_right = len(right[0])
+        num_tokens = kept if at else first
+        rejected = num_tokens - num_right
+        values = [torch.cat((each, each.new_full((rejected, *each.shape[1:]), NAN))) for each in right]
+        counts = [1] * num_tokens if in_rows and at else [num_tokens]
+        lengths = [at + end for end in accumulate(counts)]
+        batch = Batch(
+            {}, {}, torch.tensor([*accumulate(counts, initial=0)]).int(), torch.tensor(lengths).int(), len(counts),
+            slots=torch.tensor([1] * len(counts)).int(),
+        )  # fmt: skip
+        parts.append(run(*values, slots, batch, *case.weights, **case.attributes)[:num_right])
+        at, num_right = at + num_right, 1 + len(parts) % kept
+        seen.add(num_right)
+    assert seen == {*range(1, 1 + kept)}, "no draft was accepted, each number of them, and all"
+    assert slots[[0, 2]].isnan().all(), "the slots of others are left alone"
+    return torch.cat(parts)

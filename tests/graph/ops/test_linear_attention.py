@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from graph.ops.checked import Cache, checked
-from graph.ops.recurrences import make_case
+from graph.ops.recurrences import make_case, states_of
 from torch import Tensor, nn
 from transformers import KimiLinearConfig, MiniMaxConfig, Qwen3NextConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
@@ -58,12 +58,12 @@ def test_a_rule_begins_with_a_state_and_leaves_one():
     expected, last = qwen.torch_recurrent_gated_delta_rule(
         *batched, initial_state=state.unsqueeze(0), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    slots = state.repeat(2, 1, 1, 1)
+    slots = states_of(state, 2)
     batch = Batch({}, {}, torch.tensor([0, 9]).int(), torch.tensor([12]).int(), 0, slots=torch.tensor([1]).int())
     out = ops.OPS["batched_gated_delta"](*case.values, slots, batch, **case.attributes)
     torch.testing.assert_close(out, expected.squeeze(0))
-    torch.testing.assert_close(slots[1], last.squeeze(0))
-    assert torch.equal(slots[0], state)
+    torch.testing.assert_close(slots[1, 0], last.squeeze(0))
+    assert torch.equal(slots[0, 0], state)
 
 
 @pytest.mark.parametrize("tokens", [1, 65])

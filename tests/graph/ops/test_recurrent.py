@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from graph.ops.checked import Cache, checked
-from graph.ops.recurrences import MAKERS, in_steps, make_case
+from graph.ops.recurrences import MAKERS, in_steps, make_case, states_of, with_drafts
 from torch.nn import functional as F
 from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -25,10 +25,19 @@ def test_sequences_in_chunks_and_in_any_slots_are_the_whole_ones(name: str, opti
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("kept", "first", "in_rows"), [(2, 1, False), (4, 9, False), (4, 2, True), (1, 3, False)])
+def test_drafts_that_are_rejected_leave_no_trace(name: str, kept: int, first: int, in_rows: bool):
+    case = make_case(name, 30)
+    assert case.op.lowered is not None
+    out = with_drafts(case.op.lowered, case, kept, first, in_rows=in_rows)
+    torch.testing.assert_close(out, case.run(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_step_of_padding_only_changes_no_state(name: str, rows: int):
     case = make_case(name, 3)
-    slots = case.zeros.repeat(2, *[1] * case.zeros.dim()) + 1
+    slots = states_of(case.zeros, 2) + 1
     nothing = torch.zeros(rows).int()
     batch = Batch({}, {}, torch.zeros(rows + 1).int(), nothing, 0, slots=nothing)
     assert case.op.lowered is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gil import releases_gil
-from graph.ops.recurrences import in_steps, make_case
+from graph.ops.recurrences import in_steps, make_case, states_of, with_drafts
 from kernels.checks import assert_as_near
 from torch import Tensor
 
@@ -70,11 +70,19 @@ def test_it_is_as_near_to_the_truth_as_the_reference(name: str, options: dict[st
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kept", "first", "in_rows"), [(2, 1, False), (4, 70, False), (4, 2, True)])
+def test_drafts_that_are_rejected_leave_no_trace(name: str, kept: int, first: int, in_rows: bool):
+    case = make_case(name, 90)
+    out = with_drafts(load(name), case, kept, first, in_rows=in_rows)
+    torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_it_leaves_the_states_of_the_reference(name: str):
     case = make_case(name, 70)
     left = []
     for run in (load(name), ops.OPS[f"batched_{name}"]):
-        slots = torch.randn(3, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
+        slots = torch.randn(3, 4, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
         starts, lengths = torch.tensor([0, 1, 3, 70]).int(), torch.tensor([40, 2, 67]).int()
         run(*case.values, slots, Batch({}, {}, starts, lengths, 1, slots=torch.tensor([2, 0, 1]).int()), *case.weights,
             **case.attributes)  # fmt: skip
@@ -85,7 +93,7 @@ def test_it_leaves_the_states_of_the_reference(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_sequence_changes_no_state_and_gives_zeros(name: str):
     case = make_case(name, 3)
-    slots = torch.ones_like(case.zeros).repeat(2, *[1] * case.zeros.dim())
+    slots = states_of(torch.ones_like(case.zeros), 2)
     for values in (case.values, tuple(each[:0] for each in case.values)):
         nothing = torch.zeros(0).int()
         out = load(name)(*values, slots, Batch({}, {}, torch.zeros(1).int(), nothing, 0, slots=nothing), *case.weights,
@@ -96,7 +104,7 @@ def test_no_sequence_changes_no_state_and_gives_zeros(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_may_lie_apart(name: str):
     case = make_case(name, 20)
-    slots = case.zeros.repeat(1, *[1] * case.zeros.dim())
+    slots = states_of(case.zeros, 1)
     batch = Batch({}, {}, torch.tensor([0, 20]).int(), torch.tensor([20]).int(), 0, slots=torch.zeros(1).int())
     out = load(name)(*case.apart().values, slots, batch, *case.weights, **case.attributes)
     torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=1e-5)
@@ -117,7 +125,7 @@ def test_large_numbers_give_what_the_reference_gives():
 def test_a_scan_releases_the_gil():
     case = make_case("gated_delta", 500, key_heads=8, heads=16, key_dim=64, value_dim=64)
     run = load("gated_delta")
-    slots = case.zeros.repeat(1, 1, 1, 1)
+    slots = states_of(case.zeros, 1)
     batch = Batch({}, {}, torch.tensor([0, 500]).int(), torch.tensor([500]).int(), 0, slots=torch.zeros(1).int())
     assert releases_gil(lambda: run(*case.values, slots, batch, **case.attributes))
 

@@ -111,8 +111,8 @@ for scales in ((None, None), (scale, scale)):
     paged.PagedAttention()(q, fp8, batch, None, *scales, scale=0.1)
     paged.NormRopeAttention()(q, k, k, angle, angle, bf16(128), bf16(128), fp8, batch, None, *scales, eps=1e-6, scale=0.1)
 in_slots = batch._replace(slots=starts[:4])
-causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
-states = torch.zeros(5, 8, 128, 128)
+causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
+states = torch.zeros(5, 4, 8, 128, 128)
 for decay in (torch.zeros(9, 8), torch.zeros(9, 8, 128)):
     gated_delta.batched_gated_delta(q, q, q, decay, q[..., 0], states, in_slots, scale=0.1, normalize=True)
 ssd.batched_ssd(q, torch.zeros(9, 8), k, k, states, in_slots, torch.zeros(8), torch.zeros(8))

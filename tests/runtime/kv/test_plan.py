@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from kinds import full_kind, recurrent_kind, window_kind
@@ -81,10 +82,17 @@ def test_as_many_sequences_run_as_have_room_for_their_state() -> None:
     bytes_per_token = 20 << 10, 64 << 10
     for size, left, per_token, num_tokens in zip(sizes, lefts, bytes_per_token, (1_200_000, 400_000), strict=True):
         kinds = [StateKind("full", FULL.rule, 16 * per_token, 16), StateKind("state", STATE.rule, size, 16)]
-        assert fit_slots(kinds, 512, left) == 256
+        assert fit_slots(kinds, StepLimits(512, 16384, 32768), left) == 256
         blocks = plan_memory(kinds, 16, StepLimits(256, 16384, 32768), memory_bytes=left)
         assert blocks["full"] * 16 > num_tokens
         assert blocks["state"] * size <= (left - 257 * size) * 0.1
-    assert fit_slots(kinds, 100, left) == 100
-    assert fit_slots([FULL], 512, 1) == 512
-    assert [fit_slots([STATE], 512, size) for size in (0, 910, 911 * 2, 911 * 3, 10**9)] == [1, 1, 1, 2, 512]
+    limits = StepLimits(512, 16384, 32768)
+    assert fit_slots(kinds, replace(limits, max_num_seqs=100), left) == 100
+    assert fit_slots([FULL], limits, 1) == 512
+    assert [fit_slots([STATE], limits, size) for size in (0, 910, 911 * 2, 911 * 3, 10**9)] == [1, 1, 1, 2, 512]
+
+
+def test_with_drafts_a_slot_has_a_state_of_each_position_that_may_be_next() -> None:
+    limits, size = StepLimits(8, 40, 100, num_drafts=3), 4 * 500
+    assert [fit_slots([STATE], limits, memory) for memory in (10 * size, 17 * size)] == [4, 8]
+    assert plan_memory([STATE], 4, limits, memory_bytes=9 * size + 5500) == {"state": 11}, "copies are of one"

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from kinds import full_kind, recurrent_kind, window_kind
 
+from atom.runtime.draft.speculation import Drafter, RunnerDrafter
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import Capacity, StepInput
-from atom.runtime.types import Plan, Sampled, Sequence, StateKind, StepLimits
+from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StateKind, StepLimits
 from atom.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -33,38 +35,89 @@ def after(state: State) -> int:
     return (sum(state) * 31 + len(state) * 7) % 50
 
 
-def pairs(moves: bytearray) -> list[tuple[int, int]]:
-    slots, blocks = np.frombuffer(moves, np.int32).reshape(2, -1).tolist()
-    return list(zip(slots, blocks, strict=True))
+def columns(moves: bytearray, num_rows: int) -> list[list[int]]:
+    return np.frombuffer(moves, np.int32).reshape(num_rows, -1).T.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass
 class Machine:
-    """Runs plans; asserts that each row's slot has the state of the tokens before it."""
+    """Runs plans; asserts that each row finds the state of the tokens before it, whatever was drafted for it."""
 
-    slots: dict[int, State] = field(default_factory=dict)
+    num_states: int = 1  # of a slot
+    chance: random.Random = field(default_factory=random.Random)  # by which a draft of the runner is right
+    tokens: dict[int, State] = field(default_factory=dict)  # by slot, those of its sequence, the newest included
+    owners: dict[int, object] = field(default_factory=dict)  # by slot, the blocks of its sequence once it has drawn
+    states: dict[int, State] = field(default_factory=dict)
     blocks: dict[int, State] = field(default_factory=dict)
     num_restored: int = 0
+    num_accepted: Counter[int] = field(default_factory=Counter)  # decodes with drafts, by those that were right
+    num_passed: Counter[bool] = field(default_factory=Counter)  # copies of decodes, by whether they took place
 
     def run(self, plan: Plan, step: StepInput) -> Sampled:
-        for slot, block in pairs(step.restores["state"]) if step.restores else []:
-            self.slots[slot] = self.blocks[block]
+        for place, block in columns(step.restores["state"], 2) if step.restores else []:
+            self.states[place] = self.blocks[block]
             self.num_restored += 1
-        drawn = []
-        for row in plan.rows:
-            sequence, start = row.sequence, row.start
-            known = tuple(sequence.prompt + sequence.output)
-            state = self.slots[sequence.slot] if start else ()
-            assert state[: len(known)] == known[:start], f"{sequence.id} at {start}"
-            assert len(state) == start
-            for place in range(start, start + row.num_tokens):
-                state += (known[place] if place < len(known) else after(state),)
-            self.slots[sequence.slot] = state
-            if row.samples:
-                drawn.append(after(state))
-        for slot, block in pairs(step.copies["state"]) if step.copies else []:
-            self.blocks[block] = self.slots[slot]
-        return Sampled(drawn, [None] * len(drawn))
+        drawn = [
+            draws for row in plan.rows if (draws := self._compute(row, bool(step.drafts or step.shape.num_drafts)))
+        ]
+        for place, block, row, end in columns(step.copies["state"], 4) if step.copies else []:
+            last = len(self.tokens[place // self.num_states]) - 1
+            is_passed = row < 0 or last - len(drawn[row]) < end <= last
+            self.num_passed[is_passed] += row >= 0
+            if is_passed:
+                self.blocks[block] = self.states[place]
+        firsts, accepted = [draws[0] for draws in drawn], {at: draws[1:] for at, draws in enumerate(drawn) if draws[1:]}
+        return Sampled(firsts, [None] * len(drawn), accepted=accepted, num_drafted=dict.fromkeys(accepted, 1))
+
+    def _compute(self, row: ScheduledRequest, drafts: bool) -> list[int]:
+        """Compute a row; what it draws."""
+        sequence, slot = row.sequence, row.sequence.slot
+        tokens, start = tuple(sequence.prompt + sequence.output), row.start
+        is_known = row.is_decode and self.owners.get(slot) is sequence.blocks
+        if is_known:  # the host may not know how many there are
+            tokens = self.tokens[slot]
+            start = len(tokens) - 1
+        tokens = tokens[: start + row.num_tokens - len(row.drafts)]
+        state = self.states[self._place(slot, start)] if start else ()
+        assert state == tokens[:start], f"{sequence.id} at {start}"
+        for token in tokens[start:]:
+            state = self._extend(slot, state, token)
+        draws = [after(state)] if row.samples else []
+        for number in range(self.num_states - 1 if drafts and row.is_decode else 0):
+            right = after(state)
+            draft = -2  # padding
+            if number < len(row.drafts) and (is_known or row.drafts[0] >= 0):
+                draft = row.drafts[number] if row.drafts[0] >= 0 else self.chance.choice((right, right, 50))
+            if len(draws) == number + 1 and draft == right:
+                draws.append(after((*state, draft)))
+            state = self._extend(slot, state, draft)
+        self.num_accepted[len(draws) - 1] += bool(drafts and row.drafts)
+        self.tokens[slot], self.owners[slot] = (*tokens, *draws), sequence.blocks if draws else None
+        return draws
+
+    def _extend(self, slot: int, state: State, token: int) -> State:
+        state = (*state, token)
+        self.states[self._place(slot, len(state))] = state
+        return state
+
+    def _place(self, slot: int, num_tokens: int) -> int:
+        return slot * self.num_states + num_tokens % self.num_states
+
+
+class AtRandom:
+    """Drafts of the host, which are right now and then."""
+
+    def __init__(self, num_drafts: int, chance: random.Random) -> None:
+        self.num_drafts, self.chance = num_drafts, chance
+
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        state, drafts = tuple(sequence.prompt + sequence.output), list[int]()
+        for _ in range(min(max_drafts, self.num_drafts)):
+            drafts.append(after(state) if self.chance.random() < 0.7 else 50)
+            state = (*state, drafts[-1])
+        return drafts[: self.chance.randrange(1 + self.num_drafts)]
+
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 @dataclass
@@ -81,15 +134,26 @@ class Served:
     interval: int = 8
     fails: frozenset[int] = frozenset()  # steps that fail after they have written over states
     at_fault: int = -1  # a token whose sequence makes every step fail
+    num_drafts: int = 0
+    seed: int = 0
+    is_host: bool = False  # the host drafts
 
     def __post_init__(self) -> None:
         blocks = {kind.name: 1 + (self.num_copies if kind is STATE else self.num_blocks) for kind in self.kinds}
         self.cache = KVCache(self.kinds, blocks, BLOCK, enable_prefix_caching=self.prefix, state_interval=self.interval)
-        limits = StepLimits(self.max_num_seqs, self.max_step, 200)
-        self.scheduler = Scheduler(self.cache, limits, self.run_ahead)
+        limits = StepLimits(self.max_num_seqs, self.max_step, 200, 100, self.num_drafts)
+        chance = random.Random(self.seed)
+        drafter: Drafter | None = None
+        if self.num_drafts:
+            drafter = AtRandom(self.num_drafts, chance) if self.is_host else RunnerDrafter(self.num_drafts)
+        self.scheduler = Scheduler(self.cache, limits, self.run_ahead, drafter)
         paged = tuple(kind.name for kind in self.kinds if kind is not STATE)
-        self.builder = StepBuilder(Capacity(paged, limits.max_decodes, 50, 50, recurrent=("state",), block_size=BLOCK))
-        self.machine = Machine()
+        capacity = Capacity(
+            paged, limits.max_decodes, 50, 50, num_drafts=0 if self.is_host else self.num_drafts, recurrent=("state",),
+            num_states=limits.num_states, block_size=BLOCK,
+        )  # fmt: skip
+        self.builder = StepBuilder(capacity)
+        self.machine = Machine(limits.num_states, chance)
         self.num_steps = 0
 
     def add(self, tokens: SequenceOf[int], max_tokens: int = 10, n: int = 1) -> list[Sequence]:
@@ -107,7 +171,7 @@ class Served:
         """Run all that was added, and compare each answer with that of a machine of its own."""
         pending: deque[tuple[Plan, Sampled]] = deque()
         every = list(self.scheduler.sequences.values())
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or pending:
             plan = self.scheduler.schedule()
             if plan.rows:
                 self.num_steps += 1
@@ -141,8 +205,9 @@ def test_a_prompt_begins_after_the_last_full_block_of_an_equal_one() -> None:
     assert served.machine.num_restored == 1
 
 
-def test_a_conversation_goes_on_after_its_answer() -> None:
-    served = Served()
+@pytest.mark.parametrize("fields", [{}, {"num_drafts": 3, "is_host": True}, {"num_drafts": 3, "run_ahead": 2}], ids=str)
+def test_a_conversation_goes_on_after_its_answer(fields: dict[str, Any]) -> None:
+    served = Served(**fields)
     (first,) = served.add(range(10), max_tokens=25)
     served.run()
     (second,) = served.add([*first.prompt, *first.output, 3, 4, 5])
@@ -206,8 +271,9 @@ def test_without_room_for_a_copy_everything_runs() -> None:
     served.run()
 
 
-def test_an_answer_keeps_one_copy_of_its_state() -> None:
-    served = Served(num_copies=12)
+@pytest.mark.parametrize("fields", [{}, {"num_drafts": 3, "run_ahead": 2}], ids=str)
+def test_an_answer_keeps_one_copy_of_its_state(fields: dict[str, Any]) -> None:
+    served = Served(num_copies=12, **fields)
     (sequence,) = served.add(range(9), max_tokens=90)
     served.run()
     assert len(sequence.output) == 90
@@ -237,10 +303,16 @@ def test_the_sequence_at_fault_is_found_and_no_other_ends(place: int, run_ahead:
 
 
 @pytest.mark.parametrize("kinds", [(FULL, STATE), (STATE,), (STATE, WINDOW), (FULL, WINDOW, STATE)])
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_every_row_finds_the_state_of_the_tokens_before_it(kinds: tuple[StateKind, ...], run_ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("run_ahead", "num_drafts", "is_host"),
+    [(0, 0, False), (2, 0, False), (0, 3, True), (0, 3, False), (2, 1, False), (2, 3, False)],
+)
+def test_every_row_finds_the_state_of_the_tokens_before_it(
+    kinds: tuple[StateKind, ...], run_ahead: int, num_drafts: int, is_host: bool
+) -> None:
     num_preemptions = num_restored = num_forked = 0
-    for seed in range(20):
+    num_accepted, num_passed = Counter[int](), Counter[bool]()
+    for seed in range(20 if not num_drafts else 8):
         random_of = random.Random(seed)
         served = Served(
             kinds,
@@ -251,6 +323,9 @@ def test_every_row_finds_the_state_of_the_tokens_before_it(kinds: tuple[StateKin
             run_ahead=run_ahead,
             prefix=random_of.random() < 0.5,
             interval=random_of.choice((1, 4, 12)),
+            num_drafts=num_drafts,
+            seed=seed,
+            is_host=is_host,
             fails=frozenset(random_of.sample(range(1, 80), 4)),
         )
         roots = [[random_of.randrange(50) for _ in range(16)] for _ in range(2)]
@@ -263,4 +338,8 @@ def test_every_row_finds_the_state_of_the_tokens_before_it(kinds: tuple[StateKin
         num_preemptions += served.scheduler.stats.num_preemptions
         num_restored += served.machine.num_restored
         num_forked += served.scheduler.stats.num_forked_tokens
+        num_accepted += served.machine.num_accepted
+        num_passed += served.machine.num_passed
     assert num_preemptions and num_restored and num_forked
+    assert all(num_accepted[number] for number in range(1 + num_drafts)) or not num_drafts
+    assert (num_passed[True] and num_passed[False]) or not num_drafts

@@ -3,7 +3,8 @@
     o = batched_gated_delta(q, k, v, decay, beta, state, batch, scale=0.088, normalize=True)
 
 A program keeps some columns of a head's state in registers while it goes through a sequence's tokens. That reads and
-writes the state of a decode once; of a long prompt few multiprocessors are busy.
+writes the state of a decode once; of a long prompt few multiprocessors are busy. It stores the states after the last
+tokens, as many as a slot keeps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from atom.graph.ops.linear_attention import L2_EPS
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.recurrent.states import row_of
 
 COLUMNS = 32  # of a program
 
@@ -38,8 +40,8 @@ def _unit(x, EPS: tl.constexpr):
 )
 def _gated_delta(
     q, k, v, decay, beta, states, slots, starts, lengths, out, q_stride, k_stride, v_stride, SCALE: tl.constexpr,
-    EPS: tl.constexpr, BY_DIM: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    EPS: tl.constexpr, BY_DIM: tl.constexpr, KEPT: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EPS: added to squared lengths of keys and queries, which are normalized then; None: they are not"""
     wait_for_inputs(PDL)
@@ -48,11 +50,13 @@ def _gated_delta(
     dims = tl.arange(0, triton.next_power_of_2(DIM))
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
-    is_old = tl.load(lengths + sequence) > count
-    slot = tl.load(slots + sequence).to(tl.int64)
-    places = states + ((slot * HEADS + head) * DIM + dims[:, None]) * WIDTH + columns[None, :]
+    num_before = tl.load(lengths + sequence) - count
+    slot = tl.load(slots + sequence)
+    size: tl.constexpr = HEADS * DIM * WIDTH
+    places = states + (head * DIM + dims[:, None]) * WIDTH + columns[None, :]
     is_there = (dims < DIM)[:, None] & (columns < WIDTH)[None, :]
-    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    before = places + row_of(slot, num_before, KEPT) * size
+    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
     of_key = head // (HEADS // KEY_HEADS) * DIM
     for t in range(count):
         token = first + t
@@ -69,7 +73,9 @@ def _gated_delta(
         state += key[:, None] * step[None, :]
         read = tl.sum(state * (query * SCALE)[:, None], 0)
         tl.store(out + (token * HEADS + head) * WIDTH + columns, read.to(out.dtype.element_ty), mask=columns < WIDTH)
-    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+        if t + KEPT >= count:
+            after = places + row_of(slot, num_before + t + 1, KEPT) * size
+            tl.store(after, state.to(states.dtype.element_ty), mask=is_there)
 
 
 def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch, *,
@@ -82,7 +88,7 @@ def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Te
     grid = (len(batch.slots) * heads, -(-width // COLUMNS))
     _gated_delta[grid](
         q, k, v, decay.contiguous(), beta.contiguous(), state, batch.slots, batch.starts, batch.lengths, out,
-        q.stride(0), k.stride(0), v.stride(0), scale, L2_EPS if normalize else None, decay.dim() == 3, key_heads, heads,
-        dim, width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
+        q.stride(0), k.stride(0), v.stride(0), scale, L2_EPS if normalize else None, decay.dim() == 3, state.shape[1],
+        key_heads, heads, dim, width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
     )  # fmt: skip
     return out

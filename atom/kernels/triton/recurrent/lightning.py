@@ -2,7 +2,8 @@
 
     o = batched_lightning(q, k, v, state, batch, slopes, scale=0.088)
 
-A program keeps some columns of a head's state in registers while it goes through a sequence's tokens.
+A program keeps some columns of a head's state in registers while it goes through a sequence's tokens. It stores the
+states after the last tokens, as many as a slot keeps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from atom.graph import Batch
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.recurrent.states import row_of
 
 COLUMNS = 32  # of a program
 
@@ -25,7 +27,8 @@ COLUMNS = 32  # of a program
 )
 def _lightning(
     q, k, v, states, slots, starts, lengths, slopes, out, q_stride, k_stride, v_stride, SCALE: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    KEPT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -34,11 +37,13 @@ def _lightning(
     is_dim, is_column = dims < DIM, columns < WIDTH
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
-    is_old = tl.load(lengths + sequence) > count
-    slot = tl.load(slots + sequence).to(tl.int64)
-    places = states + ((slot * HEADS + head) * DIM + dims[:, None]) * WIDTH + columns[None, :]
+    num_before = tl.load(lengths + sequence) - count
+    slot = tl.load(slots + sequence)
+    size: tl.constexpr = HEADS * DIM * WIDTH
+    places = states + (head * DIM + dims[:, None]) * WIDTH + columns[None, :]
     is_there = is_dim[:, None] & is_column[None, :]
-    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    before = places + row_of(slot, num_before, KEPT) * size
+    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
     kept = tl.exp(-tl.load(slopes + head).to(tl.float32))
     for t in range(count):
         token = first + t
@@ -48,7 +53,9 @@ def _lightning(
         state = state * kept + key[:, None] * value[None, :]
         read = tl.sum(state * (query * SCALE)[:, None], 0)
         tl.store(out + (token * HEADS + head) * WIDTH + columns, read.to(out.dtype.element_ty), mask=is_column)
-    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+        if t + KEPT >= count:
+            after = places + row_of(slot, num_before + t + 1, KEPT) * size
+            tl.store(after, state.to(states.dtype.element_ty), mask=is_there)
 
 
 def batched_lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, batch: Batch, slopes: Tensor, *,
@@ -60,6 +67,6 @@ def batched_lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, batch: Bat
     grid = (len(batch.slots) * heads, -(-width // COLUMNS))
     _lightning[grid](
         q, k, v, state, batch.slots, batch.starts, batch.lengths, slopes, out, q.stride(0), k.stride(0), v.stride(0),
-        scale, heads, q.shape[2], width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
+        scale, state.shape[1], heads, q.shape[2], width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
     )  # fmt: skip
     return out

@@ -2,7 +2,8 @@
 
     y = batched_selective_scan(x, dt, b, c, state, batch, a_log, d)
 
-A program keeps the states of some channels in registers while it goes through a sequence's tokens.
+A program keeps the states of some channels in registers while it goes through a sequence's tokens. It stores
+the states after the last tokens, as many as a slot keeps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from atom.graph import Batch
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.recurrent.states import row_of
 
 CHANNELS = 32  # of a program
 
@@ -24,8 +26,8 @@ CHANNELS = 32  # of a program
     do_not_specialize_on_alignment=["slots", "starts", "lengths"],
 )
 def _selective_scan(
-    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, INNER: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, KEPT: tl.constexpr,
+    INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     sequence, channels = tl.program_id(0), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -33,12 +35,13 @@ def _selective_scan(
     is_channel, is_column = channels < INNER, columns < SIZE
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
-    is_old = tl.load(lengths + sequence) > count
-    slot = tl.load(slots + sequence).to(tl.int64)
+    num_before = tl.load(lengths + sequence) - count
+    slot = tl.load(slots + sequence)
+    size: tl.constexpr = INNER * SIZE
     entries = channels[:, None] * SIZE + columns[None, :]
-    places = states + slot * INNER * SIZE + entries
     is_there = is_channel[:, None] & is_column[None, :]
-    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    before = states + row_of(slot, num_before, KEPT) * size + entries
+    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(a_log + entries, mask=is_there, other=0.0).to(tl.float32))
     skip = tl.load(d + channels, mask=is_channel, other=0.0).to(tl.float32)
     for t in range(count):
@@ -50,7 +53,9 @@ def _selective_scan(
         state = state * tl.exp(rate * step[:, None]) + (value * step)[:, None] * write[None, :]
         y = tl.sum(state * read[None, :], 1) + skip * value
         tl.store(out + token * INNER + channels, y.to(out.dtype.element_ty), mask=is_channel)
-    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+        if t + KEPT >= count:
+            after = states + row_of(slot, num_before + t + 1, KEPT) * size + entries
+            tl.store(after, state.to(states.dtype.element_ty), mask=is_there)
 
 
 def batched_selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
@@ -62,6 +67,7 @@ def batched_selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: T
     grid = (len(batch.slots), -(-inner // CHANNELS))
     _selective_scan[grid](
         x, dt.contiguous(), b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
-        b.stride(0), c.stride(0), inner, size, BLOCK_I=CHANNELS, num_warps=4, **find_gpu(x.device).options,
+        b.stride(0), c.stride(0), state.shape[1], inner, size, BLOCK_I=CHANNELS, num_warps=4,
+        **find_gpu(x.device).options,
     )  # fmt: skip
     return out

@@ -2,7 +2,8 @@
 
     y = batched_ssd(x, dt, b, c, state, batch, a_log, d)
 
-A program keeps some channels of a head's state in registers while it goes through a sequence's tokens.
+A program keeps some channels of a head's state in registers while it goes through a sequence's tokens. It stores the
+states after the last tokens, as many as a slot keeps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from atom.graph import Batch
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.recurrent.states import row_of
 
 CHANNELS = 32  # of a program
 
@@ -24,8 +26,9 @@ CHANNELS = 32  # of a program
     do_not_specialize_on_alignment=["slots", "starts", "lengths"],
 )
 def _ssd(
-    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, KEPT: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -34,11 +37,13 @@ def _ssd(
     is_channel, is_column = channels < DIM, columns < SIZE
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
-    is_old = tl.load(lengths + sequence) > count
-    slot = tl.load(slots + sequence).to(tl.int64)
-    places = states + ((slot * HEADS + head) * DIM + channels[:, None]) * SIZE + columns[None, :]
+    num_before = tl.load(lengths + sequence) - count
+    slot = tl.load(slots + sequence)
+    size: tl.constexpr = HEADS * DIM * SIZE
+    places = states + (head * DIM + channels[:, None]) * SIZE + columns[None, :]
     is_there = is_channel[:, None] & is_column[None, :]
-    state = tl.load(places, mask=is_there & is_old, other=0.0).to(tl.float32)
+    before = places + row_of(slot, num_before, KEPT) * size
+    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     skip = tl.load(d + head).to(tl.float32)
     of_group = head // (HEADS // GROUPS) * SIZE
@@ -51,7 +56,9 @@ def _ssd(
         state = state * tl.exp(rate * step) + (value * step)[:, None] * write[None, :]
         y = tl.sum(state * read[None, :], 1) + skip * value
         tl.store(out + (token * HEADS + head) * DIM + channels, y.to(out.dtype.element_ty), mask=is_channel)
-    tl.store(places, state.to(states.dtype.element_ty), mask=is_there & (count > 0))
+        if t + KEPT >= count:
+            after = places + row_of(slot, num_before + t + 1, KEPT) * size
+            tl.store(after, state.to(states.dtype.element_ty), mask=is_there)
 
 
 def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
@@ -64,6 +71,7 @@ def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batc
     grid = (len(batch.slots) * heads, -(-dim // CHANNELS))
     _ssd[grid](
         x, dt.contiguous(), b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
-        b.stride(0), c.stride(0), groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4, **find_gpu(x.device).options,
+        b.stride(0), c.stride(0), state.shape[1], groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4,
+        **find_gpu(x.device).options,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from graph.ops.recurrences import in_steps, make_case
+from graph.ops.recurrences import in_steps, make_case, states_of, with_drafts
 from kernels.checks import BF16, assert_as_near
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -71,11 +71,19 @@ def test_it_is_as_near_to_the_truth_as_the_reference(triton_device: str, name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kept", "first"), [(2, 1), (4, 9)])
+def test_drafts_that_are_rejected_leave_no_trace(triton_device: str, name: str, kept: int, first: int):
+    case = make_case(name, 20)
+    out = with_drafts(run_on(triton_device, name), case, kept, first)
+    torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_it_leaves_the_states_of_the_reference(triton_device: str, name: str):
     case = make_case(name, 9)
     left = []
     for run in (run_on(triton_device, name), ops.OPS[f"batched_{name}"]):
-        slots = torch.randn(4, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
+        slots = torch.randn(4, 3, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
         starts, lengths = torch.tensor([0, 1, 3, 9, 9]).int(), torch.tensor([40, 2, 7, 1]).int()
         batch = Batch({}, {}, starts, lengths, 1, slots=torch.tensor([2, 0, 1, 3]).int())
         run(*case.values, slots, batch, *case.weights, **case.attributes)
@@ -86,7 +94,7 @@ def test_it_leaves_the_states_of_the_reference(triton_device: str, name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_may_lie_apart(triton_device: str, name: str):
     case = make_case(name, 5)
-    slots, nothing = case.zeros.unsqueeze(0), torch.zeros(1).int()
+    slots, nothing = states_of(case.zeros, 1), torch.zeros(1).int()
     batch = Batch({}, {}, torch.tensor([0, 5]).int(), torch.tensor([5]).int(), 0, slots=nothing)
     out = run_on(triton_device, name)(*case.apart().values, slots, batch, *case.weights, **case.attributes)
     torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=1e-5)

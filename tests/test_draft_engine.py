@@ -85,6 +85,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "mtp_deepseek_v3": partial(mtp_case, name="deepseek_v3"),
     "mtp_glm4_moe": partial(mtp_case, name="glm4_moe"),
     "mtp_exaone_moe": partial(mtp_case, name="exaone_moe"),
+    "mtp_qwen3_5": partial(mtp_case, name="qwen3_5"),
     "eagle3_qwen3": partial(eagle3_case, name="qwen3", changes={"num_hidden_layers": 7}),
     "eagle3_d2t": partial(eagle3_case, name="llama", changes={}, draft_vocab=7, layer="layers.0"),
     "eagle3_own_embedding": partial(
@@ -98,6 +99,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "draft_llama": partial(draft_case, name="qwen3_window", of="llama", num_hidden_layers=1),
     "draft_fewer_rows": partial(draft_case, name="llama", of="gemma2", vocab_size=9),
     "draft_more_rows": partial(draft_case, name="qwen3", of="deepseek_v3", vocab_size=14),
+    "draft_recurrent": partial(draft_case, name="nemotron_h", of="lfm2"),
 }  # fmt: skip
 
 

@@ -529,8 +529,8 @@ def recur() -> None:
 
     numbers = zeros(5, dtype=torch.int32)
     batch = Batch({}, {}, numbers, numbers[:4], 4, slots=numbers[:4])
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for tokens, kept, dtype in itertools.product((4, 300), (1, 4), dtypes):
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    for tokens, dtype, kept in itertools.product((4, 300), dtypes, (1, 4)):  # states of a slot
         for channels, taps, kind in ((1024, 3, None), (8192, 4, "silu")):
             x, states = zeros(tokens, channels, dtype=dtype), zeros(6, kept, taps - 1, channels, dtype=dtype)
             weight, bias = zeros(channels, taps, dtype=dtype), zeros(channels, dtype=dtype) if kind else None

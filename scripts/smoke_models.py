@@ -111,7 +111,7 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loud
     for name, leaf in graph.stored().items():
         if leaf.type.fmt is None:
             tensors[name] = draw(name, leaf.type, generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 tensors[name] *= loudness
         else:
             tensors |= draw_parts(leaf, generator)

@@ -408,10 +408,19 @@ def check_drafts(engine: LLMEngine) -> None:
     )
 
 
-def ngram(session: Session) -> str:
-    folder = session.write(qwen3(vocab_size=64), loudness=0.5)
+def looked_up(session: Session, config: dict[str, Any], **fields: Any) -> str:
+    folder = session.write(config, loudness=0.5)
     own = {"method": "ngram", "prompt_lookup_min": 1, "max_verified_tokens": 64}
-    return session.compare(Check(folder, own=own, drafted=40, event=check_drafts))
+    return session.compare(Check(folder, fields=fields, own=own, drafted=40, event=check_drafts))
+
+
+def ngram(session: Session) -> str:
+    return looked_up(session, qwen3(vocab_size=64))
+
+
+def delta_rule_ngram(session: Session) -> str:
+    """What follows drafted answers begins with a copy of the state that accepted drafts have left."""
+    return looked_up(session, qwen3_5(vocab_size=64), state_memory=1 << 26)
 
 
 def mtp(session: Session) -> str:
@@ -516,6 +525,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "selective-scan": selective_scan,
     "lightning": lightning,
     "ngram": ngram,
+    "delta-rule-ngram": delta_rule_ngram,
     "mtp": mtp,
     "lora": lora,
     "grammar": grammar,

@@ -146,14 +146,18 @@ def test_each_rank_has_its_heads_of_recurrent_state(
     ],
 )
 def test_processes_with_recurrent_state_give_what_one_gives(name: str, changes: dict[str, Any], tmp_path: Path):
+    """Two of them draft, one does not."""
     tiny.save_changed(name, tmp_path / name, **changes)
     prompts, params, found = eventful_prompts(), [GREEDY, SEEDED, SCORED], []
-    for ranks in (1, 2):
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "max_verified_tokens": 100}
+    for ranks, own in ((1, {}), (2, drafts)):
         options = {"dtype": "fp32", "level": 1, "tensor_parallel_size": ranks, "state_memory": 1 << 16, **EVENTFUL}
-        with closing(LLMEngine(str(tmp_path / name), **options)) as engine:
+        with closing(LLMEngine(str(tmp_path / name), **options, **own)) as engine:
             assert len(rank_processes()) == ranks - 1
             found.append(answer_during_an_abort(engine, prompts, params))
+            stats = engine.metrics.scheduler
     assert_same_answers(*found)
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
 
 
 @pytest.mark.sampled(8)

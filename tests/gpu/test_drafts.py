@@ -45,7 +45,7 @@ def tokens_of(engine: LLMEngine) -> list[list[int]]:
 @pytest.mark.parametrize(
     "fields", [{"level": 3}, {"level": 2}, {"level": 3, **TIGHT}], ids=["graphs", "eager", "tight"]
 )
-@pytest.mark.parametrize("name", ["qwen3_window", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_window", "deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h"])
 def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     fields = {**FIELDS, **fields}
     plain = LLMEngine(str(checkpoints(name)), **fields)

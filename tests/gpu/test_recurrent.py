@@ -19,9 +19,10 @@ from atom import LLMEngine
 pytestmark = pytest.mark.gpu
 
 Open = Callable[..., LLMEngine]
-NORMS_ALL_GROUPS = {"bamba", "granitemoehybrid"} if Version(transformers.__version__) < Version("5.24") else {}
-NAMES = [name for name, (config, _) in tiny.RECURRENT.items() if hasattr(transformers, config)]
-NAMES = [name for name in NAMES if name not in NORMS_ALL_GROUPS]  # whose groups transformers 5.17 norms as one
+LEFT_OUT = {"zamba2"}  # of which float32 on the CPU is 0.9 of the bound off float64
+if Version(transformers.__version__) < Version("5.24"):  # 5.17 norms all groups at once
+    LEFT_OUT |= {"bamba", "granitemoehybrid", "mamba2"}
+NAMES = [name for name, (config, _) in tiny.RECURRENT.items() if hasattr(transformers, config) and name not in LEFT_OUT]
 EVENTFUL = ["lfm2", "qwen3_5", "nemotron_h", "mamba", "minimax_text_01"]
 
 

@@ -7,7 +7,7 @@ reference bodies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import serving
 import tiny
 import torch
-from conftest import Place
+from conftest import Place, place_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
@@ -27,11 +27,13 @@ from atom.assemble.kv_blocks import plan_kv
 from atom.checkpoint import SilentProgress, stop_ids
 from atom.compiler import compile_graph
 from atom.config.checkpoint import open_for
+from atom.config.limits import Drafting
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError
 from atom.graph import BODY
 from atom.kernels import Target
 from atom.kernels.triton.step import sampling
+from atom.runtime.draft.speculation import RunnerDrafter
 from atom.runtime.engine import Engine
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.requests.vocabulary import Vocabulary
@@ -59,7 +61,10 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sampling, name, size)
 
 
-def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | None = None, **fields: Any) -> Engine:
+def open_runner(
+    folder: Path, place: Place, run_ahead: int, target: Target | None = None, drafting: Drafting | None = None,
+    **fields: Any,
+) -> Engine:  # fmt: skip
     """The engine of a runner. target: of the text's kernels, where it is not the machine at hand."""
     config = load(engine_overrides(str(folder), {**FIELDS, "device": place.device, **fields}))
     graph, serve, limits = compile_graph(config, target=target), config.serve, StepLimits(*astuple(config.limits))
@@ -68,13 +73,15 @@ def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | Non
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)
     bindings = Bindings(assemble.load_weights(graph, checkpoint, config, SilentProgress()))
-    model = Model(graph, bindings, serve.block_size, limits, device=place.device, backend=place.backend)
+    model = Model(
+        graph, bindings, serve.block_size, limits, device=place.device, backend=place.backend, drafting=drafting
+    )
     runner = Runner(model, run_ahead)
     runner.bind(num_blocks)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     return Engine(
         runner,
-        Scheduler(cache, limits, run_ahead),
+        Scheduler(cache, limits, run_ahead, RunnerDrafter(drafting.num_tokens) if drafting else None),
         StepBuilder(runner.capacity),
         Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer),
         seed=0,
@@ -192,6 +199,27 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     asked = greedy(3, 6, max_tokens=4)
     engine = open_runner(checkpoints("qwen3_window"), place, depth, target, level=1, max_model_len=32)
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "nemotron_h"])
+def test_drafts_over_recurrent_state_in_the_gpu_s_own_kernels_give_the_same_tokens(checkpoints: Any, name: str):
+    """Next to a prompt in chunks, and after a copy of the state in an answer."""
+    place = place_of("cuda" if torch.cuda.is_available() else "interpreter")
+    target = None if torch.cuda.is_available() else HOPPER
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, frequency_penalty=-2.0)  # it repeats itself
+    asked = [(tiny.prompt(5), params), (tiny.prompt(21, seed=1), params)]
+    engine = open_runner(
+        checkpoints(name), place, 2, target, Drafting(2, 1, 3), level=1, method="ngram", num_speculative_tokens=2,
+        max_verified_tokens=100, enable_prefix_caching=True,
+    )  # fmt: skip
+    first = generate(engine, asked)
+    assert_same(first, expected(on_cpu(checkpoints(name), level=1), asked))
+    asked = [([*tiny.prompt(5), *first[0].output, 3], replace(params, max_tokens=3))]
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints(name), level=1), asked))
+    stats = engine.scheduler.stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_prefix_hit_tokens == 16 and stats.num_chunks > 0
 
 
 @pytest.mark.sampled(8, gpu=2)

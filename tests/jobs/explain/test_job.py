@@ -423,6 +423,15 @@ KV_BYTES = {
 }
 
 
+def test_with_drafts_a_sequence_has_a_state_of_each_position_that_may_be_next(run: Any, checkpoints: Any):
+    model = f"checkpoint={checkpoints('lfm2')}", "device=cpu", "dtype=fp32", "level=0", "serve.kv_cache_memory=32000"
+    _, plain, _ = run(*model, "serve.max_num_seqs=8")
+    _, drafting, _ = run(*model, "serve.max_num_seqs=8", "serve.method=ngram", "serve.num_speculative_tokens=2")
+    size = 2 * (3 - 1) * 48 * 4  # of two layers, each with the inputs before a token
+    assert f"recurrent state  {size} bytes a sequence, room for 8 sequences and " in plain
+    assert f"recurrent state  {size * 3 / 1024:.1f} KiB a sequence (3 states), room for 4 sequences and " in drafting
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: Any, explain: Any, published: Any):

@@ -197,8 +197,8 @@ def test_each_value_that_a_linear_computes_is_divided_by_itself():
 
 @pytest.mark.parametrize(
     ("text", "ranks"),
-    [(DELTA, 2), (DELTA, 4), (SSD, 2), (SCAN, 2), (SCAN, 5), (LIGHTNING, 2), (LIGHTNING, 4)],
-    ids=["delta-2", "delta-4", "ssd-2", "scan-2", "scan-5", "lightning-2", "lightning-4"],
+    [(DELTA, 2), (DELTA, 4), (SSD, 2), (SSD, 4), (SCAN, 2), (SCAN, 5), (LIGHTNING, 2), (LIGHTNING, 4)],
+    ids=["delta-2", "delta-4", "ssd-2", "ssd-4", "scan-2", "scan-5", "lightning-2", "lightning-4"],
 )
 def test_ranks_with_heads_of_their_own_give_what_one_gives(text: str, ranks: int):
     x, mesh = torch.randn(7, 8), Mesh(ranks)
@@ -220,10 +220,10 @@ def test_ranks_with_heads_of_their_own_give_what_one_gives(text: str, ranks: int
             2,
             "o: some of what it reads is divided among ranks, and some is not",
         ),
-        (SSD, 4, "y_3: 2 groups cannot be divided among 4 ranks"),
+        (SSD, 3, "in: 4 heads cannot be divided among 3 ranks"),
         (LIGHTNING, 3, "q: 4 heads cannot be divided among 3 ranks"),
     ],
-    ids=["delta-3", "delta-8", "delta-whole", "ssd-4", "lightning-3"],
+    ids=["delta-3", "delta-8", "delta-whole", "ssd-3", "lightning-3"],
 )
 def test_heads_that_ranks_do_not_divide_are_refused(text: str, ranks: int, reason: str):
     with pytest.raises(UnsupportedError, match=f"^{reason}$"):

@@ -30,6 +30,13 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -47,11 +54,15 @@ def convert(
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
+    if arch is gguf.MODEL_ARCH.NEMOTRON_H:
+        kinds = config["layers_block_type"]
+        config["num_hidden_layers"] = len(kinds)
+        arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE if "moe" in kinds else arch
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
     write_parameters(writer, arch, config, old_mla)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     stored = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     for kind in ("short", "long"):
         if f"{kind}_factor" in rope:
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
@@ -117,23 +128,26 @@ def _with_factors(blocks: np.ndarray, kind: str, factor: Any) -> np.ndarray:
 
 
 def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any], old_mla: bool) -> None:
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     heads, latent = config["num_attention_heads"], "kv_lora_rank" in config
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if latent and not old_mla else config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(full["rope_theta"])
-    if not latent:
+    if arch not in LISTED:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(1 if latent and not old_mla else config["num_key_value_heads"])
+    if eps := config.get("rms_norm_eps", config.get("norm_eps", config.get("layer_norm_epsilon"))):
+        writer.add_layer_norm_rms_eps(eps)
+    if "rope_theta" in full:
+        writer.add_rope_freq_base(full["rope_theta"])
+    if not latent and arch not in WITHOUT_HEAD_DIM:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
-    kind = full["rope_type"]
+    kind = full.get("rope_type")
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(full["factor"])
@@ -196,10 +210,92 @@ def write_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
+def write_lists(writer: gguf.GGUFWriter, config: dict[str, Any], width: int) -> None:
+    """Of each layer, the heads of keys and the width of its mlp: 0 where it has none."""
+    kinds, heads = config.get("layer_types") or config["layers_block_type"], config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if kind in ("full_attention", "attention") else 0 for kind in kinds])
+    writer.add_feed_forward_length(
+        [width if kind in ("mlp", "moe") else 0 for kind in kinds] if "layers_block_type" in config else width
+    )
+
+
+def write_lfm2(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    width = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width += -width % config["block_multiple_of"]
+    write_lists(writer, config, width)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_dense_layers" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def write_delta(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any], _: bool) -> None:
+    heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    writer.add_full_attention_interval(4)  # as files have it whose layers take turns
+    if shared := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def write_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any], prefix: str, state: str, groups: str) -> None:
+    heads = config[f"{prefix}heads"]
+    writer.add_ssm_conv_kernel(config.get("conv_kernel", config.get("mamba_d_conv")))
+    writer.add_ssm_state_size(config[state])
+    writer.add_ssm_group_count(config[groups])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config.get("mamba_head_dim", config.get("mamba_d_head")))
+
+
+def write_granitehybrid(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    write_granite(writer, config)
+    write_lists(writer, config, config["intermediate_size"])
+    write_mamba2(writer, config, "mamba_n_", "mamba_d_state", "mamba_n_groups")
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    writer.add_rope_scaling_finetuned(False)
+
+
+def write_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    has_experts = "moe" in config["layers_block_type"]
+    write_lists(writer, config, config["moe_intermediate_size" if has_experts else "intermediate_size"])
+    write_mamba2(writer, config, "mamba_num_", "ssm_state_size", "n_groups")
+    if has_experts:
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        if config["moe_latent_size"] is not None:
+            writer.add_moe_latent_size(config["moe_latent_size"])
+
+
+LISTED = {  # architectures whose layers differ
+    gguf.MODEL_ARCH.LFM2,
+    gguf.MODEL_ARCH.LFM2MOE,
+    gguf.MODEL_ARCH.GRANITE_HYBRID,
+    gguf.MODEL_ARCH.NEMOTRON_H,
+    gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+}
+WITHOUT_HEAD_DIM = {gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE, gguf.MODEL_ARCH.GRANITE_HYBRID}
 WRITERS: dict[Any, Callable[..., None]] = {
     gguf.MODEL_ARCH.GEMMA3: write_gemma3,
     gguf.MODEL_ARCH.GRANITE: write_granite,
     gguf.MODEL_ARCH.DEEPSEEK2: write_deepseek2,
+    gguf.MODEL_ARCH.LFM2: write_lfm2,
+    gguf.MODEL_ARCH.LFM2MOE: write_lfm2,
+    gguf.MODEL_ARCH.QWEN3NEXT: write_delta,
+    gguf.MODEL_ARCH.QWEN35: write_delta,
+    gguf.MODEL_ARCH.QWEN35MOE: write_delta,
+    gguf.MODEL_ARCH.GRANITE_HYBRID: write_granitehybrid,
+    gguf.MODEL_ARCH.NEMOTRON_H: write_nemotron_h,
+    gguf.MODEL_ARCH.NEMOTRON_H_MOE: write_nemotron_h,
 }
 
 
@@ -264,6 +360,92 @@ def with_halves(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Ten
             yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor
 
 
+def of_conv(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    for name, tensor in tensors.items():
+        name = name.replace("model.layers", "layers") if ".experts." in name else name
+        name = name.replace(".expert_bias", ".expert_bias.bias")
+        yield name, tensor.squeeze(1) if "conv.conv.weight" in name else tensor
+
+
+def of_delta(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    """Rates as -exp of the hub's, norms with their offset, but for those by value head."""
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -torch.exp(tensor)
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor.squeeze(1) if "conv1d" in name else tensor
+
+
+def in_two_parts(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Qwen3-Next: the rows of each key head are cut; b and a stay as they are."""
+    keys, key, value = (config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    values = config["linear_num_value_heads"] // keys * value
+    for name, tensor in of_delta(tensors, config):
+        if name.endswith("in_proj_qkvz.weight"):
+            q, k, v, z = tensor.view(keys, 2 * key + 2 * values, -1).split([key, key, values, values], 1)
+            yield name.replace("qkvz", "qkv"), torch.cat([each.flatten(0, 1) for each in (q, k, v)])
+            yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        else:
+            yield name, tensor
+
+
+def with_heads_in_turns(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Qwen3.5: value heads take turns over those of keys."""
+    keys, value = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    kept = 2 * keys * config["linear_key_head_dim"]
+
+    def turn(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+        apart = tensor.unflatten(dim, (keys, -1, rows))
+        return apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    for name, tensor in of_delta(tensors, config):
+        part = name.partition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            tensor = torch.cat([tensor[:kept], turn(tensor[kept:], 0, value)])
+        elif part == "in_proj_z.weight":
+            tensor = turn(tensor, 0, value)
+        elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_proj.bias"):
+            tensor = turn(tensor, 0, 1)
+        elif part == "out_proj.weight":
+            tensor = turn(tensor, 1, value)
+        yield name, tensor
+
+
+def of_mamba2(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Rates and skips as columns, norms in rows by group."""
+    groups = config.get("n_groups", config.get("mamba_n_groups"))
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -torch.exp(tensor)
+        if name.endswith(("A_log", ".D")):
+            tensor = tensor.reshape(-1, 1)
+        elif name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            tensor = tensor.reshape(groups, -1)
+        name = name.replace("dt_bias", "dt.bias" if "mixer" in name else "dt_proj.bias")
+        name = re.sub(r"backbone(.*)mixer.experts", r"model\1mlp.experts", name)
+        yield (
+            name.replace("e_score_correction_bias", "e_score_correction.bias"),
+            (tensor.squeeze(1) if "conv1d.weight" in name else tensor),
+        )
+
+
+def of_granitehybrid(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Gate and up are two tensors; a dense mlp is no shared expert."""
+    shared = "shared_mlp" if config["num_local_experts"] else "mlp"
+    for name, tensor in with_rows_in_pairs(dict(of_mamba2(tensors, config)), config):
+        if "input_linear" in name:
+            module, gate, up = name.partition(".input_linear")[0], *tensor.chunk(2, -2)
+            stem = module.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", shared)
+            stem = stem.replace("shared_mlp", "mlp.shared_expert")
+            yield f"{stem}.gate_proj.weight", gate
+            yield f"{stem}.up_proj.weight", up
+        elif name.endswith("shared_mlp.output_linear.weight") and shared == "mlp":
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
+        else:
+            yield name, tensor
+
+
 RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.LLAMA: with_rows_in_pairs,
     gguf.MODEL_ARCH.GEMMA3: with_larger_norms,
@@ -271,4 +453,12 @@ RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.SMOLLM3: with_rows_in_pairs,
     gguf.MODEL_ARCH.GPT_OSS: without_turns,
     gguf.MODEL_ARCH.DEEPSEEK2: with_halves,
+    gguf.MODEL_ARCH.LFM2: of_conv,
+    gguf.MODEL_ARCH.LFM2MOE: of_conv,
+    gguf.MODEL_ARCH.QWEN3NEXT: in_two_parts,
+    gguf.MODEL_ARCH.QWEN35: with_heads_in_turns,
+    gguf.MODEL_ARCH.QWEN35MOE: with_heads_in_turns,
+    gguf.MODEL_ARCH.GRANITE_HYBRID: of_granitehybrid,
+    gguf.MODEL_ARCH.NEMOTRON_H: of_mamba2,
+    gguf.MODEL_ARCH.NEMOTRON_H_MOE: of_mamba2,
 }

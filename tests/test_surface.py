@@ -105,7 +105,7 @@ model.block_scales.NAME: read given kept
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
 model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
-model.gguf: architecture interleaved norm_offset split ignore_merges
+model.gguf: architecture weights interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
@@ -128,7 +128,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 apertus arcee auto bailing_moe_v2 bamba cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 jamba kimi_k2 kimi_linear lfm2 lfm2_moe llama mamba mamba2 mellum minimax_m2 minimax_text_01 ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 qwen2 qwen2_moe
+hyperclovax internlm3 jais2 jamba kimi_k2 kimi_linear lfm2 lfm2_moe llama mamba mamba2 mellum minimax_m2 minimax_text_01 ministral ministral3 mistral mixtral nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 qwen2 qwen2_moe
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu zamba2
 """
 

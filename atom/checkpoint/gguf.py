@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
-from atom.checkpoint.gguf_config import FACTORS, make_config, make_generation_config, whole_number
-from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, floats, read_gguf
+from atom.checkpoint.gguf_config import FACTORS, make_config, make_generation_config, num_layers, whole_number
+from atom.checkpoint.gguf_orders import Order, block_order, find_orders, in_order
+from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize, floats, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
 from atom.checkpoint.modules import generalize
@@ -63,11 +64,35 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_latent_down": "mlp.latent_down_proj",
+    "ffn_latent_up": "mlp.latent_up_proj",
+    "token_embd_norm": "model.embedding_norm",  # LFM2's norm after the last layer
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_gate": "mixer.gate_proj",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_x": "mixer.x_proj",
+    "ssm_dt": "mixer.dt_proj",
+    "ssm_dt_norm": "mixer.dt_layernorm",
+    "ssm_b_norm": "mixer.b_layernorm",
+    "ssm_c_norm": "mixer.c_layernorm",
+    "ssm_alpha": "mixer.a_proj",
+    "ssm_beta": "mixer.b_proj",
+    "ssm_ba": "mixer.ba_proj",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+    "ssm_a": "mixer.A_log",
+    "ssm_d": "mixer.D",
 }
 BARE = {  # names that have neither .weight nor .bias on the hub
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+RATES = "mixer.A_log"  # of a decay, which a file has as -exp of it
+NO_OFFSET = "mixer.norm.weight"  # one that norm_offset leaves as it is; of groups, it has a row for each
 SCALES = (".scale", ".input_scale")  # next to a weight
 BESIDE_POST_NORM = {"ffn_norm": "pre_feedforward_layernorm"}  # in a layer with a post_attention_norm
 PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -84,13 +109,13 @@ class GGUFCheckpoint(Checkpoint):
         self._paths, self._metadata, tensors = read_parts(path)
         check_types(path, tensors)
         factors = {name: tensors.pop(stored) for name, stored in FACTORS.items() if stored in tensors}
-        tensors = with_scales(path, tensors)
+        tensors = without_drafts(path, self._metadata, with_scales(path, tensors))
         self._stored = hub_names(tensors)
         if len(self._stored) != len(tensors):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
-        self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, facts.interleaved))}
+        self._orders = find_orders(path, self._metadata, self._stored, facts.interleaved)
         self.tensors = {
-            name: StoredTensor(PLAIN[tensor.type] if tensor.is_plain else "fp32", tensor.shape, blocks_shape(tensor))
+            name: StoredTensor(*numbers_of(name, tensor), blocks_shape(tensor, self._orders.get(name)))
             for name, tensor in self._stored.items()
         }
         self._halves = find_halves(self._stored)
@@ -99,7 +124,9 @@ class GGUFCheckpoint(Checkpoint):
             self.tensors[whole] = StoredTensor("fp32", (heads * (nope + self.tensors.pop(halves[1]).shape[1]), rank))
         divisors = {name: np.frombuffer(tensor.data, np.float32).tolist() for name, tensor in factors.items()}
         self.config = make_config(path, self._metadata, self.tensors, divisors)
-        if formats := find_formats({name: each for name, each in self._stored.items() if name in self.tensors}):
+        types = {name: self._stored[name].type for name in self.tensors if name in self._stored}
+        packed = {name: GGUF_FORMATS[kind.name] if self.tensors[name].blocks else None for name, kind in types.items()}
+        if formats := find_formats(packed):
             self.config[KEY] = {"quant_method": "gguf", "formats": formats}
         self.generation_config = make_generation_config(path, self._metadata)
 
@@ -112,20 +139,22 @@ class GGUFCheckpoint(Checkpoint):
         if name not in self._stored:
             raise CheckpointError(f"{self.location} has no tensor {name}")
         tensor = self._stored[name]
-        if self._facts.norm_offset and name.endswith("norm.weight"):
-            return (floats(tensor) - np.float32(self._facts.norm_offset)).reshape(-1).data.cast("B")
-        if name in self._heads:
-            return self._in_order(name, dequantize(tensor))
-        return tensor.data if tensor.is_plain else dequantize(tensor).data.cast("B")
+        order, is_rate = self._orders.get(name), name.endswith(RATES)
+        offset = self._facts.norm_offset if name.endswith("norm.weight") and not name.endswith(NO_OFFSET) else 0
+        if order is None and not offset and not is_rate:
+            return tensor.data if tensor.is_plain else dequantize(tensor).data.cast("B")
+        if offset or is_rate:
+            numbers = np.log(-floats(tensor)) if is_rate else floats(tensor) - np.float32(offset)
+        else:
+            numbers = dequantize(tensor).reshape(tensor.shape)
+        return np.ascontiguousarray(in_order(numbers, order)).reshape(-1).data.cast("B")
 
     def read_blocks(self, name: str) -> memoryview:
-        data = self._stored[name].data
-        return self._in_order(name, np.frombuffer(data, np.uint8)) if name in self._heads else data
-
-    def _in_order(self, name: str, numbers: Array) -> memoryview:
-        """The bytes of a tensor with rotary rows in pairs, of rows in the hub's order."""
-        pairs = numbers.reshape(self._heads[name], -1, 2, numbers.size // self._stored[name].shape[0])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")  # _find_heads has checked this
+        tensor = self._stored[name]
+        if name not in self._orders:
+            return tensor.data
+        blocks = np.frombuffer(tensor.data, np.uint8).reshape(self.tensors[name].blocks)
+        return in_order(blocks, block_order(self._orders[name], tensor)).reshape(-1).data.cast("B")
 
     def _join_halves(self, keys: str, values: str) -> memoryview:
         """The rows of keys [H, rank, nope] and of values [H, V, rank], head by head, as the hub has them."""
@@ -135,7 +164,7 @@ class GGUFCheckpoint(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
         size = len(tensor.data) // count if tensor else 0
-        if tensor is None or tensor.is_plain or name in self._heads or size % SIZES[tensor.type][1]:
+        if tensor is None or tensor.is_plain or name in self._orders or size % SIZES[tensor.type][1]:
             return super().read_part(name, index, count)
         blocks = tensor.data[index * size : (index + 1) * size]  # only of this part: there may be hundreds of parts
         scale, experts = tensor.scale, 1 if tensor.scale is None else len(tensor.scale)
@@ -152,13 +181,6 @@ class GGUFCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._stored = {}  # the file stays mapped until the last view of it is gone
-
-    def _find_heads(self, name: str, interleaved: Mapping[str, int]) -> int | None:
-        heads = next((interleaved[part] for part in name.split(".") if part in interleaved), None)
-        rows = self._stored[name].shape[0]
-        if heads and rows % (2 * heads):
-            raise CheckpointError(f"{self.location}: the {rows} rows of {name} are no pairs in {heads} heads")
-        return heads
 
 
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
@@ -193,32 +215,47 @@ def with_scales(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTen
     return scaled
 
 
-def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
+def numbers_of(name: str, tensor: GGUFTensor) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape of a tensor's numbers as they are read."""
+    shape = (math.prod(tensor.shape),) if name.endswith(NO_OFFSET) else tensor.shape
+    return (PLAIN[tensor.type] if tensor.is_plain and not name.endswith(RATES) else "fp32"), shape
+
+
+def blocks_shape(tensor: GGUFTensor, order: Order | None = None) -> tuple[int, ...] | None:
     """The shape [..., O, B, bytes of a block] of a matrix, or one for each expert, of a type that may be kept packed,
-    None for others."""
+    None for others, and for one with an order in which blocks would part."""
     if tensor.type.name not in GGUF_FORMATS or len(tensor.shape) not in (2, 3) or tensor.scale is not None:
+        return None
+    if order is not None and block_order(order, tensor) is None:
         return None
     size, num_bytes = SIZES[tensor.type]
     return (*tensor.shape[:-1], tensor.shape[-1] // size, num_bytes)
 
 
-def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
+def find_formats(packed: Mapping[str, str | None]) -> dict[str, str]:
     """The formats of modules by their names, or by a pattern if all layers have one.
 
-    A model may call the experts of a layer by one name, as the file does, or each by its own.
+    packed: by name, the format of a tensor, None for a plain one. A model may call the experts of a layer by one name,
+    as the file does, or each by its own.
     """
-    found = {name: GGUF_FORMATS[tensor.type.name] if blocks_shape(tensor) else None for name, tensor in tensors.items()}
     of_layers: dict[str, set[str | None]] = {}
-    for name, fmt in found.items():
+    for name, fmt in packed.items():
         of_layers.setdefault(generalize(name), set()).add(fmt)
     formats = {}
-    for name, fmt in found.items():
+    for name, fmt in packed.items():
         if fmt is not None:
             module, is_one = name.removesuffix(".weight"), len(of_layers[generalize(name)]) == 1
             pattern = generalize(module) if is_one and ".layers." in name else re.escape(module)
             pattern = pattern.replace(r"\.experts\.", r"\.experts\.([0-9]+\.)?")
             formats[module if pattern == re.escape(module) else f"re:{pattern}$"] = fmt
     return formats
+
+
+def without_drafts(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+    """The tensors without those of the layers after the body's, which predict further tokens."""
+    count = num_layers(path, metadata)
+    layers = {name: re.match(r"blk\.(\d+)\.", name) for name in tensors}
+    return {name: tensors[name] for name, match in layers.items() if not (match and count and int(match[1]) >= count)}
 
 
 def read_parts(path: Path) -> tuple[list[Path], dict[str, Any], dict[str, GGUFTensor]]:
@@ -263,7 +300,7 @@ def hub_names(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:
 
 
 def hub_name(name: str, with_post_norm: Collection[str]) -> str:
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias|)", name)
     if not match:
         return name
     layer, stem, last = match.groups()

@@ -8,7 +8,8 @@ Keys that no family reads are passed over; a rope that atom does not have is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,20 @@ SIZES = {  # integers below `{architecture}.`: their names in config.json, of wh
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace",
+    "leading_dense_block_count": "first_k_dense_replace num_dense_layers",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size "
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
+    "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "linear_conv_kernel_dim conv_kernel mamba_d_conv",
+    "ssm.state_size": "linear_key_head_dim ssm_state_size state_size mamba_d_state",
+    "ssm.group_count": "linear_num_key_heads n_groups mamba_n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+    "ssm.time_step_rank": "linear_num_value_heads mamba_num_heads mamba_n_heads num_heads time_step_rank mamba_dt_rank",
 }
 FLOATS = {
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -90,7 +100,8 @@ def make_config(
     config: dict[str, Any] = {"gguf_architecture": architecture}
     for key in own.keys() & SIZES.keys():
         config |= dict.fromkeys(SIZES[key].split(), whole_number(path, key, own[key]))
-    config |= {name: number(path, key, own[key]) for key, name in FLOATS.items() if key in own}
+    for key in (key for key in FLOATS if key in own):
+        config |= dict.fromkeys(FLOATS[key].split(), number(path, key, own[key]))
     config |= {name: bool(own[key]) for key, name in FLAGS.items() if key in own}
     for name in ("bos_token_id", "eos_token_id"):
         if (key := f"tokenizer.ggml.{name}") in metadata:
@@ -102,11 +113,13 @@ def make_config(
     if "model.embed_tokens.weight" in tensors:
         config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    biases = [f"model.layers.0.self_attn.{part}_proj.bias" in tensors for part in "qkvo"]
+    config |= {"num_hidden_layers": count} if (count := num_layers(path, metadata)) else {}
+    biases = [any(name.endswith(f"self_attn.{part}_proj.bias") for name in tensors) for part in "qkvo"]
     config["attention_bias"] = any(biases)
     if any(biases) and not biases[-1]:  # llama.cpp applies those that are there
         config["attention_out_bias"] = False
-    config["mlp_bias"] = "model.layers.0.mlp.down_proj.bias" in tensors
+    config["mlp_bias"] = any(name.endswith("mlp.down_proj.bias") for name in tensors)
+    config |= describe_recurrent(config, tensors)
     is_latent = "kv_lora_rank" in config
     config |= describe_latent(path, own) if is_latent else {}
     config |= describe_routing(path, own, tensors) if "num_experts" in config else {}
@@ -128,6 +141,45 @@ def layer_pattern(path: Path, pattern: Any) -> dict[str, Any]:
     return {"sliding_window_pattern": whole_number(path, "attention.sliding_window_pattern", pattern)}
 
 
+def num_layers(path: Path, metadata: Mapping[str, Any]) -> int | None:
+    """The number of layers of the body; None if the file does not say it."""
+    prefix = f"{metadata.get('general.architecture')}."
+    keys = [f"{prefix}{key}" for key in ("block_count", "nextn_predict_layers") if prefix + key in metadata]
+    counts = [whole_number(path, key.removeprefix(prefix), metadata[key]) for key in keys]
+    return counts[0] - sum(counts[1:]) if f"{prefix}block_count" in metadata else None
+
+
+def describe_recurrent(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What the tensors say of layers with recurrent state: their types, the dims of a head, biases; {} without any."""
+    parts: dict[int, set[str]] = {}
+    for name in tensors:
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(\w+)\.(\w+)\..*", name):
+            is_router = match[2] == "mlp" and match[3] == "gate"
+            parts.setdefault(int(match[1]), set()).add("moe" if is_router else match[2])
+    if not any(each & {"conv", "mixer"} for each in parts.values()):
+        return {}
+    described: dict[str, Any] = {
+        "layer_types": [layer_type(parts.get(layer, set())) for layer in range(config.get("num_hidden_layers", 0))]
+    }
+    if (heads := config.get("mamba_n_heads")) and "mamba_d_ssm" in config:
+        names = ("linear_value_head_dim", "mamba_head_dim", "mamba_d_head")
+        described |= dict.fromkeys(names, config["mamba_d_ssm"] // heads)
+    conv_bias = any(name.endswith("mixer.conv1d.bias") for name in tensors)
+    bias = any(name.endswith("mixer.in_proj.bias") for name in tensors)
+    described |= {"use_conv_bias": conv_bias, "mamba_conv_bias": conv_bias, "use_bias": bias, "mamba_proj_bias": bias}
+    described["conv_bias"] = any(name.endswith("conv.conv.bias") for name in tensors)
+    return described
+
+
+def layer_type(parts: Collection[str]) -> str:
+    """The type of a layer by the parts that the file has of it."""
+    if "conv" in parts or "mixer" in parts:
+        return "linear_attention"
+    if "self_attn" in parts:
+        return "full_attention"
+    return "moe" if "moe" in parts else "mlp"
+
+
 def describe_latent(path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
     """The dims of a head in latent attention; files from before `…_mla` have them in the keys of other attention."""
     keys = ["attention.key_length", "attention.value_length", "rope.dimension_count"]
@@ -141,7 +193,8 @@ def describe_latent(path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
 def describe_routing(path: Path, own: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """How tokens choose experts, as the configs of DeepSeek say it."""
     has_correction = any(name.endswith("e_score_correction_bias") for name in tensors)
-    described = {"topk_method": "noaux_tc" if has_correction else "group_limited_greedy"}
+    described: dict[str, Any] = {"topk_method": "noaux_tc" if has_correction else "group_limited_greedy"}
+    described["use_expert_bias"] = has_correction
     if "expert_gating_func" in own:
         gating = whole_number(path, "expert_gating_func", own["expert_gating_func"])
         if gating not in GATING:
@@ -190,8 +243,9 @@ def make_rope(
 
 
 def whole_number(path: Path, key: str, value: Any) -> int:
-    """A size; if the file has one for each layer, they must be equal."""
+    """A size; if the file has one for each layer, they must be equal, but for 0 where a layer has no such part."""
     values = value.tolist() if isinstance(value, np.ndarray) else [value]
+    values = [each for each in values if each != 0] or values
     if any(each != values[0] for each in values):
         raise UnsupportedError(f"{path}: {key} differs from layer to layer")
     if not values or type(values[0]) is not int or values[0] < 0:

@@ -106,7 +106,13 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
     check_tool_calls(config)
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     described = None if config.load_dummy else source.described
-    model = settle_head(replace(config.model, embedded=embedded, usual=None), described, source.overrides)
+    weights = config.model.weights | (
+        {role: name for role, name in config.model.gguf.weights.items() if role in config.model.weights}
+        if "gguf_architecture" in hf
+        else {}
+    )
+    model = replace(config.model, embedded=embedded, usual=None, weights=weights)
+    model = settle_head(model, described, source.overrides)
     config = replace(
         config, hf=hf, generation=sampling, overrides=source.overrides, config_dirs=list(config_dirs), model=model
     )

@@ -336,7 +336,7 @@ def test_rows_that_do_not_divide_into_pairs_of_heads_are_refused(tmp_path: Path)
 
 
 def test_tensors_come_under_their_usual_names_and_strangers_keep_theirs(tmp_path: Path) -> None:
-    names = [*HUB_NAMES, "blk.0.ssm_norm", "cls"]
+    names = [*HUB_NAMES, "blk.0.ssm_lora", "cls"]
     path = write(tmp_path / "tiny.gguf", {f"{name}.weight": (random(32), Type.F32) for name in names})
     expected = {f"{HUB_NAMES.get(name, name)}.weight" for name in names}
     assert open_checkpoint(str(path)).tensors.keys() == expected
@@ -363,6 +363,8 @@ def test_the_config_has_the_values_of_the_metadata(tmp_path: Path) -> None:
         "sliding_window": 16,
         "vocab_size": 40,
         "rms_norm_eps": 1e-5,
+        "norm_eps": 1e-5,
+        "layer_norm_epsilon": 1e-5,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": True,

@@ -21,6 +21,7 @@ from atom.dtypes import GGUF_FORMATS
 ROOT = Path(__file__).parents[2]
 GEMMA3 = {"query_pre_attn_scalar": 256}
 YARN = {**tiny.YARN_MLA, "mscale": tiny.YARN_MLA["mscale_all_dim"]}  # a file has one number for both
+EACH_WITH_MOE = ["linear_attention", "moe", "full_attention", "moe"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `tiny`, changes, how it is converted
     "gemma3": ("gemma3", GEMMA3, {}),
     "gemma3_softcap": ("gemma3_untied", GEMMA3, {}),
@@ -37,6 +38,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `
     "llama_scales": ("llama", {}, {"scaled": True}),
     "qwen3_moe_scales": ("qwen3_moe", {}, {"scaled": True}),
     "deepseek_scales": ("deepseek_v2", {}, {"scaled": True}),
+    "lfm2": ("lfm2", {}, {}),
+    "lfm2_moe": ("lfm2_moe", {"norm_topk_prob": True, "routed_scaling_factor": 1.0}, {}),
+    "qwen3_next": ("qwen3_next", {}, {}),
+    "qwen3_5": ("qwen3_5", {}, {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}, {}),
+    "granitehybrid": ("granitemoehybrid", {}, {}),
+    "granitehybrid_dense": (
+        "granitemoehybrid_stacked",
+        {"position_embedding_type": "nope", "mamba_proj_bias": False},
+        {},
+    ),
+    "nemotron_h": ("nemotron_h", {}, {}),
+    "nemotron_h_moe": ("nemotron_h_experts", {"layers_block_type": EACH_WITH_MOE}, {}),
+    "nemotron_h_latent": (
+        "nemotron_h_experts",
+        {"layers_block_type": EACH_WITH_MOE, "moe_latent_size": 20, "n_group": 2, "norm_topk_prob": False},
+        {},
+    ),
     "split": ("qwen3_moe_dense_list", {"mlp_only_layers": [], "norm_topk_prob": True}, {"max_tensors": 9}),
 }
 

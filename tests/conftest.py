@@ -211,7 +211,7 @@ def place_of_file(item: pytest.Item) -> tuple[int, Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow.
 
-    Under Triton's interpreter all but four cases of any test are.
+    Under Triton's interpreter all but two cases of any test are.
     """
     items.sort(key=lambda item: (item.get_closest_marker("early") is None, place_of_file(item)))
     if not torch.cuda.is_available():
@@ -225,7 +225,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, is_gpu, is_interpreted), of_test in cases.items():
         mark = of_test[0].get_closest_marker("sampled")
         every = 1 if mark is None else mark.kwargs.get("gpu", mark.args[0]) if is_gpu else mark.args[0]
-        num_quick = min(ceil(len(of_test) / every), 4 if is_interpreted else len(of_test))
+        num_quick = min(ceil(len(of_test) / every), 2 if is_interpreted else len(of_test))
         # those that run have all kinds of values, and are the same each time
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in of_test[num_quick:]:

@@ -35,7 +35,7 @@ def conf(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(
     "changes", [{}, {"use_parallel_residual": True}, {"use_qkv_bias": True, "tie_word_embeddings": True}]
@@ -87,6 +87,7 @@ def edit(text: str) -> str:
     return text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_file_and_two_edited_lines_give_the_tokens_of_transformers(nanochat: tuple[Path, Any], level: int):
     folder, model = nanochat
@@ -114,6 +115,7 @@ def test_what_the_file_assumes_is_held(nanochat: tuple[Path, Any]):
         load([f"checkpoint={folder}/checkpoint"], config_dirs=[str(folder / "conf")])
 
 
+@pytest.mark.slow
 def test_the_command_for_one_model_runs_those_that_a_plain_run_leaves_out():
     root = DOC.parents[1]
     (of_script,) = re.findall(r'\n  (-m ".*") "\$@"\n', (root / "scripts" / "test").read_text())

@@ -274,6 +274,7 @@ def test_a_sweep_runs_each_choice(capsys: Any, job: Any):
     assert os.listdir() == ["multirun"]
 
 
+@pytest.mark.slow
 def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job: Any):
     for name, architecture in (("a", "LlamaForCausalLM"), ("b", "Qwen3ForCausalLM")):
         (tmp_path / name).mkdir()
@@ -283,6 +284,7 @@ def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job:
     assert [config.model.name for config in seen] == ["llama", "qwen3"]
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_fails_leaves_the_others(capsys: Any, job: Any):
     seen = job(lambda config: config.seed % 3)
     assert main(["-m", "prompts=hi", "seed=3,2,4"]) == 2, "the exit code of the first that failed"
@@ -309,6 +311,7 @@ def test_hydras_own_choices_work_in_a_sweep(job: Any):
     assert [config.model.name for config in seen[2:]] == ["qwen2", "qwen3"]
 
 
+@pytest.mark.slow
 def test_a_config_dir_counts_in_a_run_and_in_a_sweep(tmp_path: Path, job: Any):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\nmax_position: 7\n")
@@ -356,6 +359,7 @@ def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
     assert "model: smollm2" in Path("second.yaml").read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("said", ["serve.http.api_keys=open,sesame", "serve.http={api_keys: sesame}"])
 def test_a_recipe_is_saved_without_keys_with_a_note_on_stderr(said: str, job: Any, capsys: Any):
     seen = job()
@@ -372,6 +376,7 @@ def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
     assert "api_keys" not in capsys.readouterr().err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", [["job"], ["job", "--resolve"], ["job", "-p", "serve.http.api_keys"]])
 @pytest.mark.parametrize(
     ("said", "environment", "shown"),
@@ -403,6 +408,7 @@ def test_cfg_hides_keys(
     assert shown in out or (flags == ["job"] and "${oc.env:ATOM_API_KEYS,${oc.env:VLLM_API_KEY,null}}" in out)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("flag", ["--cfg=all", "--info=all"])
 def test_what_hydra_shows_hides_keys_too(flag: str):
@@ -420,7 +426,7 @@ def test_cfg_shows_the_model_that_auto_means(tmp_path: Path, capsys: Any):
     assert "heads: 4" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

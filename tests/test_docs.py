@@ -52,7 +52,9 @@ pytestmark = pytest.mark.early
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))  # whose commands are those of their day
-LONG = {"sweeps", "parallel", "quantization", "benchmarks"}  # whose commands take the longest
+# pages whose commands take the longest
+LONG = {"architecture", "benchmarks", "checkpoints", "explain", "generate", "parallel", "quantization", "recipes"}
+LONG |= {"speculation", "sweeps"}
 COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")
 GROUPS = {"model", "job", "serve"}
 MODULES = {"my_passes": ("clipped_silu",), "my_states": ("smooth", "batched_smooth")}  # of extend.md, and their ops

@@ -259,6 +259,7 @@ def test_padded_steps_give_the_tokens_of_none(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[str], Path]):
     """Sampled, too: a draft is drawn with the noise of the draw that it guesses."""
     folder = checkpoints("qwen3_window")
@@ -309,6 +310,7 @@ def test_another_model_of_random_weights_is_hardly_ever_right(checkpoints: Calla
     engine.close()
 
 
+@pytest.mark.slow
 def test_drafts_over_latents_in_fp8_change_no_token(case_of: Callable[[str], Case]):
     case, answers = case_of("mtp_deepseek_v3"), []
     for fields in ({}, {**case.fields, "num_speculative_tokens": 2}):

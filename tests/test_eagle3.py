@@ -52,6 +52,7 @@ def case(checkpoints: Callable[[str], Path], tmp_path: Path) -> Config:
     return config_of(checkpoints("qwen3"), eagle3.save(checkpoints("qwen3"), tmp_path / "draft", draft_vocab=31))
 
 
+@pytest.mark.sampled(4)
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "changes", "values"), VARIANTS)
 def test_the_semantic_text_drafts_as_the_double(

@@ -51,6 +51,7 @@ def assert_near(found: list[Vector], model: Any, pooling: str, prompts: list[lis
         np.testing.assert_allclose(vector, expected(model, pooling, prompt), atol=2e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pooling", ["LAST", "MEAN"])
 @pytest.mark.parametrize(("name", "level"), [("qwen3", 0), ("qwen3", 1), ("mistral_window", 1)])
 def test_embeddings_are_of_the_reference(

@@ -137,6 +137,7 @@ def test_what_does_not_fit_is_refused_by_name(
         roomy.load_lora_adapter("sql", str(folder))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_experts_needs_room_of_its_own(
     open_engine: Open, checkpoints: Callable[[str], Path], tmp_path: Path
 ):

@@ -120,7 +120,7 @@ def open_engine() -> Iterator[Open]:
         engine.close()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_a_cache_that_rounds(
@@ -234,7 +234,7 @@ def test_weights_may_be_plain_next_to_the_scales_of_a_cache(
     assert relative_error(ours, rounded_logits(references("llama"), tokens)) > RELATIVE_ERROR
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("names", "shape", "dtype"),
     [
@@ -263,6 +263,7 @@ def test_scales_are_the_checkpoints(
     assert_logits(plain, tokens, model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -315,6 +316,7 @@ def test_a_latent_takes_a_byte_for_each_number_and_its_rotated_key_stays(checkpo
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"])
 def test_the_scale_of_latents_is_the_checkpoints(
     name: str, tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open, capsys: pytest.CaptureFixture[str]

@@ -72,6 +72,7 @@ def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, 
     assert 0 < now.num_host_blocks_used <= now.num_host_blocks and 0 < now.host_cache_usage <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "fields"),

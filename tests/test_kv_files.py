@@ -246,6 +246,7 @@ for number in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_amid_a_write_leaves_whole_files(tmp_path: Path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "kv")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:

@@ -80,6 +80,7 @@ def scales_of(engine: LLMEngine) -> dict[str, float]:
     return KVScales(runner.model.graph, runner.model._bindings.weights).values()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_model_whose_keys_are_beyond_448_keeps_its_logits(level: int, checkpoint: Path):
     """Its logits are those of a cache that rounds by these scales; by 1.0 they are anything."""
@@ -131,6 +132,7 @@ def test_a_scale_holds_twice_the_largest_number_of_the_prompt(
     engine.close()
 
 
+@pytest.mark.sampled(2)
 def test_a_second_start_measures_nothing_and_answers_alike(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -154,7 +156,7 @@ def test_a_second_start_measures_nothing_and_answers_alike(
     assert "measured" in start()[2], "another file"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model.layers.0.k_scale": 1.0}', "nan"])
 def test_what_is_kept_and_is_none_is_measured_again(content: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     open_engine(checkpoint).close()
@@ -208,6 +210,7 @@ def test_the_scale_of_latents_is_measured_by_one_rank_and_by_several(
     assert relative_error(ours, rounded) < NEAR
 
 
+@pytest.mark.sampled(2)
 def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
     def line(*overrides: str) -> str:
         engine = open_engine(checkpoint, *overrides)
@@ -226,6 +229,7 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     assert line() == f"atom-run: kv scales: {has}; 1.0 is used"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
 def test_several_ranks_measure_what_one_does(
@@ -252,6 +256,7 @@ def test_several_ranks_measure_what_one_does(
     engine.close()
 
 
+@pytest.mark.sampled(2)
 def test_those_of_a_draft_are_measured_over_the_same_prompt(checkpoint: Path):
     """A model that drafts for itself has scales of its own, which are equal."""
     engine = open_engine(checkpoint, "serve.method=draft", f"serve.draft_model={checkpoint}")

@@ -102,7 +102,7 @@ def test_bad_words_and_allowed_tokens_are_those_of_transformers(tmp_path: Path):
     engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (1, 15, 16, 17, 2, 48, 33)]
@@ -111,7 +111,7 @@ def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int,
     assert engine.metrics.scheduler.num_steps < 2 * GREEDY.max_tokens, "they ran together"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (3, 61, 20, 50)]
@@ -120,7 +120,7 @@ def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_en
     assert engine.metrics.scheduler.num_chunks > 10
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     engine = open_engine(name, level=level, enable_prefix_caching=True, block_size=4)
@@ -178,7 +178,7 @@ def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references
     assert_greedy([{"token_ids": answers[ids[1]]}], [other], references("llama"))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
@@ -422,6 +422,7 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(
     assert ours <= 1.25 * theirs
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "level"),
@@ -438,6 +439,7 @@ def test_fp16_is_as_near_to_float32_as_that_of_transformers(
     tiny.assert_fp16(checkpoints(name), references(name), lambda tokens: logits_of(engine, tokens))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fields",
     [{"dtype": "bf16", "kv_cache_dtype": "fp32"}, {"dtype": "fp32", "kv_cache_dtype": "bf16"}],

@@ -36,7 +36,7 @@ def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     return lambda name: tiny.reference(checkpoints(name))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name, level, fields", [
     ("llama", 0, {}),
     ("llama", 1, {"use_rslora": True, "r": 3, "lora_alpha": 5}),
@@ -269,7 +269,7 @@ def test_names_of_a_text_model_within_another_and_without_a_head_are_understood(
         tiny.assert_greedy(answer, prompt, adapters.merge(model, adapters.save(model, tmp_path / f"same{at}")))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fmt", ["int4[1, 32]", "fp8[1, *]"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_adapter_next_to_packed_weights(fmt: str, ranks: int, thread_ranks: list[ThreadRanks], tmp_path: Path):

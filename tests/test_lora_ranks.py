@@ -114,6 +114,7 @@ def test_processes_of_ranks_load_and_drop_adapters_while_they_serve(
     assert rank_processes() == []
 
 
+@pytest.mark.slow
 def test_an_adapter_that_a_rank_cannot_read_is_refused_on_all(open_engine: Open, references: Any, tmp_path: Path):
     model, prompt = references("llama"), tiny.prompt(20)
     folders = [adapters.save(model, tmp_path / f"a{seed}", seed=seed) for seed in range(3)]

@@ -367,7 +367,7 @@ RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {
                                    "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(72)
 @pytest.mark.parametrize(
     ("variant", "layout", "ranks"),
     [
@@ -446,6 +446,7 @@ def test_scales_may_be_exponents(tmp_path: Path):
     assert_same_as(plain, packed, level=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["deepseek", "W4A16", "awq"])
 def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_path: Path):
     packed, plain = write("qwen3_moe", LAYOUTS[layout], tmp_path)
@@ -459,7 +460,7 @@ def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_p
     assert_same_as(plain, packed, level=1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "layout", ["deepseek", "fp8 static", "W8A8", "W4A16 asymmetric", "NVFP4", "quark MXFP4", "awq", "gptq"]
 )

@@ -78,7 +78,7 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
             "enable_prefix_caching": True}  # fmt: skip
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
@@ -138,6 +138,7 @@ def test_each_rank_has_its_heads_of_recurrent_state(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -225,7 +226,7 @@ def test_stages_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > metrics.num_steps
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -667,7 +668,7 @@ WIDE_HEADS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", WIDE_HEADS)
 @pytest.mark.parametrize("fmt", ["fp8", "fp8_block", "int8", "int4", "mxfp4"])
 def test_ranks_divide_packed_weights_of_recurrent_layers(
@@ -683,6 +684,7 @@ def test_ranks_divide_packed_weights_of_recurrent_layers(
     assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_ranks_multiply_by_the_blocks_of_a_gguf_file(kind: str, thread_ranks: list[ThreadRanks], tmp_path: Path):
     widths = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "num_hidden_layers": 2}
@@ -761,6 +763,7 @@ def test_an_engine_that_nobody_holds_leaves_no_rank_and_the_threads_of_before(ch
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_a_step_is_one_and_ends_the_ranks(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
     engine = open_engine("llama", tensor_parallel_size=2)
 

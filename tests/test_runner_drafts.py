@@ -139,6 +139,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
     assert_all_is_free(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
 def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: Open, drafting: Any, draft_known: Any):
     prompt = tiny.prompt(9)

@@ -33,7 +33,7 @@ def tokens_of(engine: LLMEngine) -> list[list[int]]:
     return [each["token_ids"] for each in engine.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "fields"), [("llama", {}), ("qwen3_moe", {}), ("llama", {"quant": "int8"}), ("llama", {"method": "ngram"})]
 )
@@ -259,6 +259,7 @@ def test_a_task_that_comes_while_the_engine_sleeps_waits(checkpoints: Any):
         engine.shutdown()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", [{}, {"quant": "int8"}], ids=["plain", "packed"])
 def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     fields: dict[str, Any], open_engine: Open, monkeypatch: pytest.MonkeyPatch

@@ -351,12 +351,15 @@ def test_the_environment_variables_that_conf_reads():
 
 
 def packages_of(distributions: set[str]) -> dict[str, str]:
-    """Their packages and modules, each with its distribution's name: importlib.metadata would read all that is installed."""
+    """Their packages and modules, each with its distribution's name.
+
+    By the text of their lists of files: importlib.metadata makes an object of each of 50,000 files.
+    """
     known = {}
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            files = importlib.metadata.files(name) or ()
-            known |= {file.parts[0].split(".")[0]: name for file in files if file.suffix in (".py", ".so")}
+            files = importlib.metadata.distribution(name).read_text("RECORD") or ""
+            known |= dict.fromkeys(re.findall(r"^(\w+)[^,]*\.(?:py|so),", files, re.MULTILINE), name)
     return known
 
 

@@ -72,7 +72,7 @@ def check(folder: Path, expected: list[torch.Tensor], device: str, level: int, c
         engine.close()
 
 
-@pytest.mark.sampled(3, gpu=1)
+@pytest.mark.sampled(12, gpu=1)
 @pytest.mark.parametrize(("device", "level"), DEVICES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_every_family(name: str, device: str, level: int, tmp_path: Path):
@@ -92,7 +92,7 @@ def test_in_every_family(name: str, device: str, level: int, tmp_path: Path):
     check(spoiled, expected, device, level, tmp_path / "cache")
 
 
-@pytest.mark.sampled(16, gpu=8)
+@pytest.mark.sampled(48, gpu=8)
 @pytest.mark.parametrize(("device", "level"), DEVICES)
 @pytest.mark.parametrize(("variant", "layout"), CASES)
 def test_in_every_format(variant: str, layout: str, device: str, level: int, tmp_path: Path):

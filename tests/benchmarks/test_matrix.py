@@ -75,6 +75,7 @@ def test_a_server_for_each_size_and_a_result_for_each_case(
     assert "starting " not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_reported_and_leaves_what_is_done(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -126,6 +127,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_size(flags: list[str]
     assert err.count("the server ended with 1 before it was ready: serving") == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_the_server_too(flags: list[str], tmp_path: Path, number: int, code: int):
     command = [
@@ -196,6 +198,7 @@ def test_mistakes_are_named(argv: list[str], mistake: str):
     assert mistake in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_prefix_names_the_results_and_the_log(flags: list[str], tmp_path: Path):
     assert main([*flags, "--concurrency", "1", "--prefix", "mine"]) == 0
     names = sorted(each.name for each in (tmp_path / "results").iterdir())

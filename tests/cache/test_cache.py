@@ -583,6 +583,7 @@ PUBLISH = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_nothing_that_is_trusted_wrongly(tmp_path: Path):
     """The process publishes, damages what it published, publishes anew; it ends by SIGKILL."""
     top, moments = tmp_path / "cache", random.Random(0)

@@ -55,6 +55,7 @@ def test_what_may_go_back_over_a_text_is_not(pattern: str) -> None:
     assert not is_linear_pattern(pattern)
 
 
+@pytest.mark.slow
 @given(st.text(st.sampled_from("ab[]()|*+?{},1 \\s.^$"), max_size=12))
 def test_an_expression_that_is_called_linear_comes_to_an_end(pattern: str) -> None:
     """Within the time that a test has: an expression that is not linear takes minutes for these texts."""

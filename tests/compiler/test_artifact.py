@@ -168,7 +168,7 @@ def test_random_changes_miss_exactly_where_they_matter_and_are_named(
     assert set(reasons) == {*OVERRIDES.values(), *SOURCES.values(), "torch", "instruction set", ""}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -220,6 +220,7 @@ def open_to_others(file: Path) -> str:
     return f"{file} is writable by others (chmod go-w would mend it, if you trust what is there)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [truncate, flip, open_to_others])
 def test_an_artifact_that_is_not_trusted_is_the_reason_and_is_made_anew(damage: Any, configure: Any, cache: Cache):
     config = configure()

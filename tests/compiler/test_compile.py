@@ -162,6 +162,7 @@ def test_equal_layers_share_one_piece(configure: Configure):
     assert len({piece.text for piece in pieces_of(graph)}) == 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_deeper_model_compiles_nothing_new(name: str, configure: Configure):
     assert texts_of(configure(name, "model.layers=7")) == texts_of(configure(name))

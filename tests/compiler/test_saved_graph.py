@@ -126,6 +126,7 @@ def of_ranks(config: Config, tensor: int) -> Config:
     return replace(config, parallel=replace(config.parallel, tensor=tensor))
 
 
+@pytest.mark.slow
 def test_a_text_of_ranks_runs_on_as_many(configure: Configure):
     texts, whole = texts_by_stage(of_ranks(configure("llama", 1), 2), TARGETS["cpu"])
     assert "all_reduce" in texts["shard"]
@@ -192,6 +193,7 @@ def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configur
         assert renamed(compile_graph(saved, target=TARGETS[target])) == renamed(whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("written", "edited", "reason"),
     [

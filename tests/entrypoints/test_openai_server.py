@@ -82,6 +82,7 @@ def test_dtype_seed_and_device_are_those_of_the_configuration(serve: Any):
     assert (seen[0].dtype, seen[0].seed, seen[0].device) == ("fp16", 7, "cpu")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [

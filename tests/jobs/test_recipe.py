@@ -79,6 +79,7 @@ def test_recipes_are_compared(capsys: Any):
     assert small["measured"].startswith("235 output tok/s for 1 request")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("overrides", "layout"),
     [
@@ -96,6 +97,7 @@ def test_a_layout_has_the_name_that_chooses_it(overrides: list[str], layout: str
     assert json.loads(capsys.readouterr().out)["layout"] == layout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("content", "key"),
     [

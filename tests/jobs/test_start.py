@@ -20,6 +20,7 @@ from atom.jobs.bench import job as bench
 from atom.jobs.start import JOBS, check_objective, choose_job, load_job
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("typed", "job"),
     [
@@ -44,6 +45,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
     assert load_job(choose_job(typed)).job.kind == job
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -77,6 +79,7 @@ def test_a_job_of_the_users_own_has_the_fields_of_its_kind(tmp_path: Path):
         load_job([*typed, "job.stage=semantic"], [str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_recipe_s_fields_of_other_jobs_are_kept_for_these():
     for job in set(JOBS) - {"recipe"}:
         assert load_job(choose_job(["recipe=smollm2_greedy", f"job={job}"])).job.kind == job

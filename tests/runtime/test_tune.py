@@ -148,6 +148,7 @@ def test_ranks_take_what_is_right_on_all_and_what_the_first_one_knows(opened: An
     assert lines[-1] == "tune=true knows all 5 linears of this model on Test GPU: nothing is measured"
 
 
+@pytest.mark.slow
 def test_a_model_with_an_fp8_cache_is_measured(checkpoints: Callable[[str], Path], tmp_path: Path):
     model, graph = open_model(checkpoints("qwen3"), **{"quant.kv": "fp8"})
     assert {cache.dtype for cache in model.caches.values()} == {torch.float8_e4m3fn}
@@ -215,6 +216,7 @@ def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(ope
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1", "8"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError])
 def test_what_is_no_lack_of_room_for_an_option_is_not_hidden(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -264,6 +266,7 @@ def test_steps_that_run_out_of_memory_are_logged_with_the_field_that_sets_their_
         tune(model, graph, tmp_path, 8, SilentProgress(), lambda line: None, Steps(model).capture)
 
 
+@pytest.mark.slow
 def test_buckets_wholly_above_the_rows_of_a_step_are_left_out(opened: Any, tmp_path: Path):
     model, graph = opened
     tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
@@ -290,6 +293,7 @@ def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Pa
     assert len(shown.tasks) == 5 - known < 5, "only those that are left"
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(opened: Any, tmp_path: Path):
     model, graph = opened
     (tmp_path / "tuned").write_text("a file in the way")

@@ -64,6 +64,7 @@ def test_a_fault_that_a_named_test_misses_survives(tree: Path, capsys: pytest.Ca
     assert "passed: tests/test_module.py::test_zero" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_too_few_are_caught_even_if_each_survivor_is_explained(tree: Path, capsys: pytest.CaptureFixture[str]):
     plant(tree, "same", "b + a", "test_sum", survives="the sum is the same")
     plant(tree, "minus", "a - b", "test_sum")
@@ -83,6 +84,7 @@ def test_an_explained_survivor_among_many_is_well():
     assert not mutants.summarize([caught] * 99 + [survived])[1], "nobody has explained it"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "value", "tests", "diff", "verdict"),
     [
@@ -101,6 +103,7 @@ def test_a_fault_without_a_verdict_fails(
     assert f"{verdict}  {name} " in shown and "caught    minus " in shown and f"1 {verdict}" in shown.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_fault_that_hangs_is_caught(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     plant(tree, "hang", "add(a, b) if __import__('time').sleep(9) else 0", "test_sum")
     monkeypatch.setattr(mutants, "TIMEOUT", 2)

@@ -337,6 +337,7 @@ def test_what_an_engine_has_started_ends_with_the_engine(start_server: Start):
     assert server.process.wait(wire.SECONDS) == 1
 
 
+@pytest.mark.slow
 def test_a_package_whose_format_of_calls_is_none_ends_the_server_by_name(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -335,6 +335,7 @@ def test_the_next_start_rounds_nothing(
     assert not are_same(first, loaded(folder, "quant.fmt='int4[1, 8]'"))
 
 
+@pytest.mark.slow
 def test_calibrated_and_plain_weights_are_kept_apart(folder: Path, tmp_path: Path):
     calibrated, plain = loaded(folder), loaded(folder, "quant.calibration=none")
     assert calibrated.keys() == plain.keys() and not are_same(calibrated, plain)
@@ -345,6 +346,7 @@ def test_calibrated_and_plain_weights_are_kept_apart(folder: Path, tmp_path: Pat
     assert are_same(loaded(folder), calibrated) and are_same(loaded(folder, "quant.calibration=none"), plain)
 
 
+@pytest.mark.slow
 def test_changed_files_are_measured_anew(folder: Path, capfd: pytest.CaptureFixture[str]):
     loaded(folder)
     os.utime(folder / "model.safetensors", (2, 2))
@@ -352,6 +354,7 @@ def test_changed_files_are_measured_anew(folder: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_made_anew(folder: Path, capfd: pytest.CaptureFixture[str]):
     first = loaded(folder, "level=0")
     (file,) = Path(f"{folder}.cache").glob("weights/*/model.safetensors")
@@ -393,12 +396,14 @@ def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: py
         assert loaded(folder, f"quant.fmt={fmt}")
 
 
+@pytest.mark.slow
 def test_8_bits_are_calibrated_where_a_text_is_named(folder: Path):
     plain = loaded(folder, "quant.fmt=fp8")
     assert not are_same(loaded(folder, "quant.fmt=fp8", "quant.calibration=prompt"), plain)
     assert are_same(loaded(folder, "quant.fmt=fp8"), plain)
 
 
+@pytest.mark.slow
 def test_weights_that_no_kernel_takes_are_rounded_the_same(folder: Path):
     """At level 0 they are unpacked while they load."""
     config = [f"checkpoint={folder}", "device=cpu", "dtype=fp32", f"cache={folder}.cache", "quant.fmt='int4[1, 16]'"]
@@ -451,6 +456,7 @@ def test_texts_that_cannot_be_used_are_refused(folder: Path):
         loaded(folder, "quant.fmt=none", "quant.calibration=some.txt")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("calibration", "line"),
     [("auto", "on the built-in text, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],

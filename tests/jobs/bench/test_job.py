@@ -86,6 +86,7 @@ def test_counts_and_rates_of_requests_of_equal_lengths(measured: Any, checkpoint
     assert "job.output_len=5" in result["overrides"]
 
 
+@pytest.mark.slow
 def test_ranges_are_uniform_and_the_same_for_the_same_seed(measured: Any, checkpoints: Any):
     given = [f"checkpoint={checkpoints('llama')}", "job.num_prompts=12", "job.input_len=3-30", "job.output_len=2-6"]
     first, same, other = (measured(*given, f"seed={seed}") for seed in (0, 0, 1))
@@ -189,6 +190,7 @@ def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
     assert "commit" not in vars(engine.scheduler)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", [[], ["serve.swap_space=65536"]], ids=["pool", "host memory"])
 def test_what_an_earlier_run_has_cached_is_computed_again(fields: list[str], checkpoints: Any):
     sizes = ["serve.block_size=4", "serve.num_kvcache_blocks=12", "serve.max_model_len=40"]

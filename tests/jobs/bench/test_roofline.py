@@ -224,6 +224,7 @@ def test_of_experts_in_parts_the_busiest_counts(
     assert share_read(top_k / num_experts, num_experts, parts, num_rows) == pytest.approx(expected, rel=0.04)
 
 
+@pytest.mark.slow
 def test_a_layer_with_shared_and_chosen_experts_has_both(costs_of: Any):
     matmuls = [each for costs in costs_of("deepseek_v3").values() for each in costs.matmuls]
     chosen = [each for each in matmuls if each.share < 1]
@@ -292,7 +293,7 @@ def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
         assert each.work(1).bytes == pytest.approx(num_bytes * 4 / 32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("quant", "act"), [("fp8", "fp8"), ("fp8_block", "fp8"), ("int8", "int8"), ("int4", "flops")])
 def test_operations_count_as_those_of_the_numbers_that_are_multiplied(quant: str, act: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))

@@ -60,6 +60,7 @@ def test_a_wrong_rope_theta(checkpoints: Any, compared: Compared):
     assert not any("linear(" in line for line in lines(result))
 
 
+@pytest.mark.slow
 def test_a_wrong_rope_theta_of_one_of_two_sides(checkpoints: Any, compared: Compared):
     result = compared(checkpoints("llama"), "job.b=model.attention.rope.theta=9000")
     assert first(result) == ("cos", None)
@@ -75,6 +76,7 @@ def test_a_gate_and_an_up_that_are_swapped(checkpoints: Any, compared: Compared,
     assert [finding["layer"] for finding in result["findings"]] == [1]
 
 
+@pytest.mark.slow
 def test_an_eps(checkpoints: Any, compared: Compared):
     """The embeddings' mean square is about 0.04, of which 1e-3 is 2.5%."""
     result = compared(checkpoints("llama"), REFERENCE, "model.norm.eps=1e-3")
@@ -82,6 +84,7 @@ def test_an_eps(checkpoints: Any, compared: Compared):
     assert "eps=0.001" in lines(result)[-1]
 
 
+@pytest.mark.slow
 def test_a_missing_norm_offset(checkpoints: Any, compared: Compared):
     result = compared(checkpoints("gemma3"), REFERENCE, "model.norm.offset=0")
     assert first(result) == ("h", 0)
@@ -95,6 +98,7 @@ def test_a_kernel_that_rounds_early(checkpoints: Any, compared: Compared, roundi
     assert lines(result)[-1].startswith("h = torch.rms_norm(")
 
 
+@pytest.mark.slow
 def test_a_transposed_expert(compared: Compared, tmp_path: Path):
     tiny.save_changed("qwen3_moe", tmp_path / "moe", moe_intermediate_size=48)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -104,6 +108,7 @@ def test_a_transposed_expert(compared: Compared, tmp_path: Path):
     assert {finding["layer"] for finding in result["findings"]} == {1}
 
 
+@pytest.mark.slow
 def test_one_layer_s_window_off_by_one(checkpoints: Any, compared: Compared, tmp_path: Path):
     folder = checkpoints("gpt_oss")
     old = 'W("model.layers.2.self_attn.sinks", fp32[4]), scale=0.25, window=9)'
@@ -112,6 +117,7 @@ def test_one_layer_s_window_off_by_one(checkpoints: Any, compared: Compared, tmp
     assert any("window=8" in line for line in lines(result))
 
 
+@pytest.mark.slow
 def test_an_fp8_scale_off_by_a_power_of_two(compared: Compared, tmp_path: Path):
     packed = pack(tiny.save("llama", tmp_path), LAYOUTS["FP8_DYNAMIC"], tmp_path / "packed")
     name = "model.layers.2.mlp.up_proj.weight_scale"
@@ -133,12 +139,14 @@ def test_a_format_s_own_rounding_is_no_fault_and_a_scale_off_by_a_power_of_two_i
     assert result["findings"][0]["measure"] == "norm"
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_should_not_be(checkpoints: Any, compared: Compared):
     result = compared(checkpoints("llama"), REFERENCE, "model.tied=true")
     assert first(result) == ("logits", None)
     assert "model.embed_tokens.weight" in lines(result)[-1]
 
 
+@pytest.mark.slow
 def test_a_router_that_chooses_from_too_many_groups(checkpoints: Any, compared: Compared, tmp_path: Path):
     folder = checkpoints("deepseek_v3")
     rule = ', top_k=4, method="noaux_tc", score="sigmoid", groups=4, top_groups='

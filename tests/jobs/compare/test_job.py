@@ -29,19 +29,19 @@ def assert_agree(result: dict[str, Any], num_values: int) -> None:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unharmed_model_agrees_with_transformers(checkpoints: Any, compared: Any, name: str):
     assert_agree(compared(checkpoints(name), "job.b=transformers"), 39)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_level_1_agrees_with_level_0(checkpoints: Any, compared: Any, name: str):
     assert_agree(compared(checkpoints(name), "job.b=level=1"), 30)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_level_1_agrees_with_level_0_in_bf16(checkpoints: Any, compared: Any, name: str):
     result = compared(checkpoints(name), "job.b=level=1", "dtype=bf16")
@@ -79,6 +79,7 @@ def test_ranks_agree_with_one(checkpoints: Any, compared: Any, name: str):
     assert not result["synchronized"]
 
 
+@pytest.mark.slow
 def test_experts_of_the_shared_kind_are_compared_without_it(checkpoints: Any, compared: Any):
     result = compared(checkpoints("deepseek_v2"), "job.b=level=1")
     assert_agree(result, 30)

@@ -297,8 +297,13 @@ def parts_of(name: str, **changes: Any) -> tuple[dict[str, Any], list[Part]]:
     return c, PUBLISHED[name].layers(c) + ends
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("gpt_oss_20b", "qwen3_30b_a3b") else pytest.mark.slow)
+        for name in PUBLISHED
+    ],
+)
 def test_parameters_are_the_published_ones(name: str, sizes: Any):
     c, parts = parts_of(name)
     result = sizes(name)
@@ -313,8 +318,8 @@ def test_parameters_are_the_published_ones(name: str, sizes: Any):
 @pytest.mark.parametrize(
     ("name", "fmt", "packed_bytes"),
     [
-        ("deepseek_v3", "fp8[128, 128]", fp8_bytes),
-        pytest.param("kimi_k2", "fp8[128, 128]", fp8_bytes, marks=pytest.mark.slow),  # as DeepSeek's
+        pytest.param("deepseek_v3", "fp8[128, 128]", fp8_bytes, marks=pytest.mark.slow),
+        pytest.param("kimi_k2", "fp8[128, 128]", fp8_bytes, marks=pytest.mark.slow),
         ("gpt_oss_20b", "mxfp4", mxfp4_bytes),
         ("qwen3_30b_a3b", None, plain_bytes),
     ],
@@ -380,7 +385,7 @@ def test_a_large_model_is_explained_from_its_config_only(published: Any):
 # active parameters
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name", ["llama", "llama_tied", "phi3", "gpt_oss", "mixtral_odd", "qwen3_moe_dense_list", "deepseek_v2"]
 )
@@ -432,7 +437,7 @@ def test_with_drafts_a_sequence_has_a_state_of_each_position_that_may_be_next(ru
     assert f"recurrent state  {size * 3 / 1024:.1f} KiB a sequence (3 states), room for 4 sequences and " in drafting
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: Any, explain: Any, published: Any):
     assert sizes(name)["kv_bytes_per_token"] == KV_BYTES[name]
@@ -472,6 +477,7 @@ def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: An
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_20b"])
 def test_a_pool_that_is_too_small_is_shown_with_the_longest_sequence_it_holds(
     name: str, explain: Any, run: Any, published: Any
@@ -506,6 +512,7 @@ def test_a_pool_may_hold_nothing_or_be_counted_in_blocks(explain: Any, published
 SMALL_POOL = f"serve.kv_cache_memory={1 << 26}"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     model, gpu, layers = (published("qwen3_30b_a3b"), "model.layers=8"), load_gpu("h200"), 8
     kv_bytes = KV_BYTES["qwen3_30b_a3b"]["full"] * layers // 48
@@ -533,6 +540,7 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     assert f"\n  decode    at most {rates}" in out
 
 
+@pytest.mark.slow
 def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, published: Any):
     """The default of 4 GiB is for a CPU."""
     model = (published("deepseek_v3"), "model.layers=6")
@@ -542,6 +550,7 @@ def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, 
     assert re.search(r"\nKV pool  +6[34]\.\d MiB .*: too few for one sequence of max_model_len=163,840\n", set_to)
 
 
+@pytest.mark.slow
 def test_prompts_of_matmuls_in_fp8_are_limited_by_its_rate(explain: Any, published: Any):
     given = (published("qwen3_8b"), "job.gpu=h200", "device=cuda", "model.layers=2")
     qkv, rest = (4096 + 2 * 1024) * 4096, 4096 * 4096 + 3 * 12288 * 4096
@@ -649,6 +658,7 @@ def test_layers_that_predict_further_tokens_are_left_out(explain: Any, sizes: An
     assert sizes("kimi_k2")["left_out"] == []
 
 
+@pytest.mark.slow
 def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: Any):
     config, parts = parts_of("qwen3_30b_a3b", num_hidden_layers=6)
     layers, hidden, vocab = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
@@ -820,6 +830,7 @@ def test_the_page_of_a_cpu_has_its_pieces_and_why_kernels_refused(run: Any, chec
     assert re.search(r"<td>[^<]*: [^<]+</td></tr>", kernels), "a reason of a backend"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("argv", [["job=compile"], ["job=generate"], ["-m", "job=explain"]])
 def test_what_has_no_page_says_so(argv: list[str], checkpoints: Any, capsys: Any):
     assert main([*argv, f"checkpoint={checkpoints('qwen3')}", "job.output=html"]) != 0

@@ -245,6 +245,7 @@ def test_the_page_has_the_timeline_of_a_step_and_limits(run: Any, checkpoints: A
     assert len(limits) >= 4 and not re.search(r"[1-9]\d\d% of its limit", out), "attention and matrix of each phase"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("output", ["json", "html"])
 @pytest.mark.parametrize("waited", [0.05, 0.6])
 def test_a_busy_machine_is_named(

@@ -167,6 +167,7 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
     assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: job 0\n") and "Traceback" not in ended.stderr
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -194,6 +195,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("objective", [[], ["job.objective=weights_bytes"]])
 def test_explained_formats_are_a_table_of_their_bytes_and_limits(
@@ -253,6 +255,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

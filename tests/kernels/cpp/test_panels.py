@@ -291,6 +291,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_compiler_ends_with_its_parent_and_so_does_what_it_has_started(tmp_path: Path):
     pid = tmp_path / "pid"
     (tmp_path / "g++").write_text(STARTS_ANOTHER.format(pid=pid))

@@ -318,6 +318,7 @@ def test_only_the_latest_grammars_are_kept(tokenizer: Tokenizer, monkeypatch: py
     ]
 
 
+@pytest.mark.slow
 def test_large_grammars_displace_others_and_the_latest_always_stays(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):

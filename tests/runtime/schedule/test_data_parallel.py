@@ -151,6 +151,7 @@ def test_what_is_retracted_is_planned_again():
     assert scheduler.schedule() == plan
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int, num_drafts: int):

@@ -302,6 +302,7 @@ def test_the_sequence_at_fault_is_found_and_no_other_ends(place: int, run_ahead:
     assert served.num_steps < 40, "not one by one"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", [(FULL, STATE), (STATE,), (STATE, WINDOW), (FULL, WINDOW, STATE)])
 @pytest.mark.parametrize(
     ("run_ahead", "num_drafts", "is_host"),

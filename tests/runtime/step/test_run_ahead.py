@@ -624,7 +624,7 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
     assert stats.num_prefix_hit_tokens > 0 if prefix else stats.num_forked_tokens > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("loaded_bytes", [1, LOADED_BYTES])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
 def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(

@@ -245,6 +245,7 @@ def test_settings_are_the_fields_of_the_request(server: Server, visit: Open):
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("more", ["{min_p: 1}", "[1]", '{"n": 2}'])
 def test_fields_that_cannot_be_sent_are_not(more: str, server: Server, visit: Open):
     opened = visit(server.url)
@@ -321,6 +322,7 @@ def test_text_stays_text_with_its_code_reasoning_and_calls(server: Server, visit
     assert opened.errors == []
 
 
+@pytest.mark.slow
 def test_shift_enter_begins_a_line_and_nothing_but_space_is_not_sent(server: Server, visit: Open):
     opened = visit(server.url)
     box = opened.page.get_by_role("textbox", name="Message")
@@ -396,6 +398,7 @@ def test_latencies_are_those_between_two_looks(server: Server, visit: Open):
     expect(opened.figure("Prefix hits")).to_contain_text("hits 40 %")
 
 
+@pytest.mark.slow
 def test_a_few_samples_have_no_95th_percentile(server: Server, visit: Open):
     opened = visit(server.url, ready=False)
     texts = [metrics(1000, 5000.0, 0)]
@@ -407,6 +410,7 @@ def test_a_few_samples_have_no_95th_percentile(server: Server, visit: Open):
     expect(opened.figure("Time to first token")).to_contain_text("mean 150 ms p95 –")
 
 
+@pytest.mark.slow
 def test_an_answer_without_times_shows_none(server: Server, visit: Open):
     opened = visit(server.url)
     stream = events({"content": "yes"}).replace('"ttft_s": 0.25, "tpot_s": 0.02, ', "")
@@ -417,6 +421,7 @@ def test_an_answer_without_times_shows_none(server: Server, visit: Open):
     )
 
 
+@pytest.mark.slow
 def test_a_table_breaks_no_number_and_no_word(server: Server, visit: Open):
     opened = visit(server.url)
     opened.page.set_viewport_size({"width": 400, "height": 800})
@@ -432,6 +437,7 @@ def test_a_table_breaks_no_number_and_no_word(server: Server, visit: Open):
     opened.page.set_viewport_size({"width": 1280, "height": 900})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("state", ["loading", "draining", "dead"])
 def test_the_state_is_that_of_health(state: str, server: Server, visit: Open):
     opened = visit(server.url, ready=False)
@@ -549,6 +555,7 @@ def plain_html(html: str) -> str:
     ).strip()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text",
     [
@@ -565,6 +572,7 @@ def test_hostile_markdown_stays_text(text: str, render: Callable[[str], dict[str
     assert "alert1" in shown or "evil" in shown
 
 
+@pytest.mark.slow
 def test_a_picture_in_a_link_is_its_text_and_references_stay_text(render: Callable[[str], dict[str, Any]]):
     html = render("[![build](https://x.org/badge.svg)](https://x.org) [a][b]\n\n[b]: https://evil.org/")["html"]
     assert html == (
@@ -572,6 +580,7 @@ def test_a_picture_in_a_link_is_its_text_and_references_stay_text(render: Callab
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("html", "left"),
     [
@@ -598,6 +607,7 @@ def test_the_sanitizer_leaves_what_markdown_makes_and_nothing_else(html: str, le
     assert found == left
 
 
+@pytest.mark.slow
 def test_tables_are_aligned_and_tasks_are_boxes_that_cannot_be_ticked(server: Server, visit: Open):
     opened = visit(server.url)
     text = "| a | b | c |\n|---|--:|:-:|\n| 1 | 2 | 3 |\n\n- [ ] open\n- [x] done\n\n7. seven"
@@ -615,6 +625,7 @@ def test_tables_are_aligned_and_tasks_are_boxes_that_cannot_be_ticked(server: Se
     expect(opened.page.locator(".assistant ol")).to_have_attribute("start", "7")
 
 
+@pytest.mark.slow
 def test_an_item_of_a_list_shows_its_line_breaks_and_no_empty_lines(server: Server, visit: Open):
     opened = visit(server.url)
     answer_with(opened.page, events({"content": "- one\n- two\n  - inner\n- three\n  lines\n\nend"}))
@@ -625,6 +636,7 @@ def test_an_item_of_a_list_shows_its_line_breaks_and_no_empty_lines(server: Serv
     assert (round(two / one), round(three / one)) == (2, 2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "piece",
     ["*", "**a ", "[", "[a](", "![", "`", "`a``", "> ", "- ", "1. ", "# ", "_a*b~~", "|-", "<http:", "\\", " \t", "a\n- b\n  ", "~~~\n", "("],
@@ -655,6 +667,7 @@ def test_markdown_that_grows_keeps_what_is_there(server: Server, visit: Open):
     assert same == [True, True, True]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -704,6 +717,7 @@ def test_what_is_finished_is_neither_parsed_nor_built_again(server: Server, visi
     assert 1 < built < 10, "times that a block is built"
 
 
+@pytest.mark.slow
 def test_code_is_copied(server: Server, visit: Open):
     opened = visit(server.url, permissions=["clipboard-read", "clipboard-write"])
     answer_with(opened.page, events({"content": "See:\n```py\na = 1\nb = 2\n```"}))
@@ -831,6 +845,7 @@ def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     expect(page.get_by_label("Max tokens")).to_have_value("")
 
 
+@pytest.mark.slow
 def test_an_empty_page_has_examples_that_are_sent_as_they_are(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
@@ -851,6 +866,7 @@ def test_an_empty_page_has_examples_that_are_sent_as_they_are(server: Server, vi
     assert opened.errors == []
 
 
+@pytest.mark.slow
 def test_tab_and_enter_open_a_chat_edit_a_message_and_make_an_answer_anew(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
@@ -894,6 +910,7 @@ def test_tab_and_enter_open_a_chat_edit_a_message_and_make_an_answer_anew(server
     assert opened.errors == []
 
 
+@pytest.mark.slow
 def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, visit: Open):
     opened = visit(server.url)
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})

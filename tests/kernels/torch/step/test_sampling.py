@@ -342,7 +342,7 @@ class Allows:
         raise AssertionError("a token is pushed at the commit")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 0.5, "min_p": 0.1}], ids=str)
 def test_a_grammar_limits_the_draw_to_what_it_allows(params):
     allowed = [1, 3, 6, 8, 9]

@@ -71,7 +71,8 @@ def test_routers_choose_as_the_reference(units, rule, dtype, triton_device, monk
 
 
 @pytest.mark.sampled(3, gpu=1)
-@pytest.mark.parametrize(("experts", "block_e"), [(20, 32), (40, 64), (130, 128)])
+@pytest.mark.parametrize(("experts", "block_e"), [(20, 32), (40, 64), (130, 128)],
+                         ids=["20 experts", "40 experts", "130 experts"])  # fmt: skip
 def test_many_tokens_are_scored_by_tiles_of_many_experts(experts, block_e, triton_device, monkeypatch):
     gpu = find_gpu(torch.device(triton_device))._replace(units=1, shared_memory=200 << 10)
     monkeypatch.setattr(router, "find_gpu", lambda device: gpu)

@@ -225,7 +225,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, is_gpu, is_interpreted), of_test in cases.items():
         mark = of_test[0].get_closest_marker("sampled")
         every = 1 if mark is None else mark.kwargs.get("gpu", mark.args[0]) if is_gpu else mark.args[0]
-        num_quick = min(ceil(len(of_test) / every), 2 if is_interpreted else len(of_test))
+        num_quick = min(ceil(len(of_test) / every) if every else 0, 2 if is_interpreted else len(of_test))
         # those that run have all kinds of values, and are the same each time
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in of_test[num_quick:]:

@@ -164,7 +164,7 @@ def write_wide(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**tiny.config("qwen3").to_dict(), **sizes}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("overrides", "target", "expected"),
     [

@@ -241,7 +241,7 @@ def test_ranks_groups_and_stages_draft_alike(
     assert one_by_one[1] == one_by_one[0] and one_by_one[0][1] > 0, "as one rank where the other group has none"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("name", ["mtp_glm4_moe", "eagle3_d2t", "draft_llama"])
 def test_padded_steps_give_the_tokens_of_none(
@@ -274,7 +274,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[s
     engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_an_end_within_accepted_tokens_is_the_end(name: str, case_of: Callable[[str], Case]):
     """Of a token and of strings to stop at, next to answers of a grammar, for which nothing is drafted."""

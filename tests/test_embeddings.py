@@ -120,7 +120,7 @@ def test_ranks_give_what_the_reference_gives(
     assert len(thread_ranks) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pooling", "fields"),
     [

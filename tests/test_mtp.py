@@ -139,6 +139,7 @@ def test_the_semantic_text_drafts_as_the_double(
     assert_drafts(graph, config, case, Mesh())
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4, experts=2), Mesh(data=2, experts=2)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_the_text_of_several_ranks_drafts_as_the_double(name: str, mesh: Mesh, case_of: Callable[..., Case]):
@@ -207,7 +208,7 @@ def test_the_lowered_text_drafts_as_the_double(
     assert_steps_draft(graph, config, case)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("left_plain", [None, "proj", "layer"])
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -31,6 +31,7 @@ def harm(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_harmed_checkpoint_is_found_in_its_layer(
     level: int, tmp_path: Path, checkpoints: Callable[[str], Path], references: Any

@@ -26,7 +26,7 @@ DRAWN = [GREEDY, replace(GREEDY, temperature=0.9, seed=3), replace(GREEDY, repet
 NAMES = [*tiny.RECURRENT]
 # each op with recurrent state, and each kind of layer around it; tests/frontend/test_decoder.py has all logits
 QUICK = {"lfm2", "qwen3_5", "nemotron_h", "mamba", "kimi_linear", "minimax_text_01", "falcon_h1"}
-# a variant of each kind of state; what is not of one kind only is quick of two of them
+# a variant of each kind of state, of which one or two are quick
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear", "mamba")]
 EVENTFUL = ["lfm2", "qwen3_5", *SLOW]
 LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *SLOW]
@@ -78,7 +78,7 @@ def test_a_hit_begins_at_a_copy_of_the_state(name: str, open_engine: Open, refer
     assert hits == [0, 36, 0, 20], "the KV of the third one matched further than any state, so it left one there"
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_a_state_that_was_evicted_is_computed_again(name: str, open_engine: Open, references: Any):
     size = state_bytes(open_engine(name))
     engine = open_engine(name, block_size=4, state_memory=9 * size)  # 8 copies
@@ -99,7 +99,7 @@ def test_many_preemptions_change_nothing(
     assert engine.metrics.scheduler.num_preemptions > at_least
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references: Any):
     engine = open_engine(name, **little_room(name, 16), block_size=4, max_model_len=60, swap_space=1 << 20)
     engine._engine.scheduler.cache.costs = None  # loading always pays
@@ -115,7 +115,7 @@ def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references
     assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0 and stats.num_host_hit_tokens > 0
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_states_survive_a_restart_in_files(name: str, open_engine: Open, references: Any, tmp_path: Path):
     fields = {**little_room(name, 24), "block_size": 4, "max_model_len": 60, "swap_space": 1 << 20}
     prompts = [tiny.prompt(40, seed=seed) for seed in range(4)]
@@ -129,7 +129,7 @@ def test_states_survive_a_restart_in_files(name: str, open_engine: Open, referen
     assert stats.num_prefix_hit_tokens >= 3 * 36 and stats.num_loaded_blocks >= 3 and stats.num_host_hit_tokens > 0
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_siblings_begin_with_the_state_of_their_prompt(name: str, prefix_caching: bool, open_engine: Open):
     engine = open_engine(name, enable_prefix_caching=prefix_caching, block_size=4)
@@ -163,7 +163,7 @@ def test_from_the_second_turn_on_nine_tenths_of_a_conversation_are_cached(name: 
         assert own >= 0.9 * other, f"turn {turn}: {cached}"
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_states_are_forgotten_over_a_sleep(name: str, open_engine: Open, references: Any):
     engine = open_engine(name, enable_sleep_mode=True, block_size=4)
     prompts = [tiny.prompt(30), tiny.prompt(17, seed=1)]
@@ -175,7 +175,7 @@ def test_states_are_forgotten_over_a_sleep(name: str, open_engine: Open, referen
     assert engine.metrics.scheduler.num_prefix_hit_tokens == before
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_after_a_step_that_ran_out_of_memory_rows_go_back_to_a_copy(
     name: str, open_engine: Open, references: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -205,7 +205,7 @@ def test_after_a_step_that_ran_out_of_memory_rows_go_back_to_a_copy(
     assert_greedy([answers[id] for id in ids], prompts, references(name))
 
 
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize("name", LONGEST)
 def test_a_request_at_fault_ends_and_no_other(
     name: str, open_engine: Open, references: Any, monkeypatch: pytest.MonkeyPatch
 ):

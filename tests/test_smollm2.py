@@ -73,6 +73,7 @@ def all_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_logits_at_every_position(engine: LLMEngine, reference: Any):
     for prompt in PROMPTS[::3]:
         tokens = engine._engine.vocabulary.tokenize(prompt)

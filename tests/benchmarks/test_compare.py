@@ -131,6 +131,7 @@ def test_failed_requests_are_reported(folders: Path, capsys: pytest.CaptureFixtu
     assert note in Page((folders / "compare.html").read_text()).texts
 
 
+@pytest.mark.slow
 def test_what_is_not_drawn_is_reported(folders: Path, capsys: pytest.CaptureFixture[str]):
     path = folders / "after" / "new_er_tp8_isl1024_osl1024_conc4.json"
     path.write_text(result(800.0, 50.0, None, "GPU Y"))
@@ -150,6 +151,7 @@ def test_two_files_are_compared_whatever_their_names(folders: Path, capsys: pyte
     assert row == ["a", "100.0", "50.0", "0.500", "10.0", "10.0", "1.000", "-", "4.0", "-"]
 
 
+@pytest.mark.slow
 def test_names_that_benchmark_serving_makes_are_matched_without_their_dates(folders: Path, capsys: Any):
     for folder, date, output in (("before", "20261126-224003", 100.0), ("after", "20261127-080000", 150.0)):
         (folders / folder / f"base-4.0qps-concurrency2-m-{date}.json").write_text(result(output, 1.0, 1.0))
@@ -158,6 +160,7 @@ def test_names_that_benchmark_serving_makes_are_matched_without_their_dates(fold
     assert ["base-4.0qps-concurrency2-m", "100.0", "150.0", "1.500"] in [row[:4] for row in rows]
 
 
+@pytest.mark.slow
 def test_prefixes_in_one_folder_are_kept_apart(folders: Path, capsys: pytest.CaptureFixture[str]):
     for prefix, output in (("x", 100.0), ("y", 300.0)):
         (folders / f"{prefix}_tp1_isl8_osl8_conc2.json").write_text(result(output, 1.0, 1.0))

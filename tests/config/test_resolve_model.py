@@ -73,6 +73,7 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
     assert [len(model.branches_of(layer)) for layer in range(5)] == [1, 1, 2, 1, 1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("lines", "overrides", "message"),
     [

@@ -49,7 +49,7 @@ def test_every_shipped_recipe_composes_and_is_about_something(name: str):
     assert numbers or about["measured"].startswith("not yet"), "which must be said where nothing has been measured"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_laptop_explains_a_recipe_of_large_gpus(name: str, tmp_path: Path, capsys: Any):
     base, changes, parameters = PUBLISHED[name]

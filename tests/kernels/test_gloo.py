@@ -53,6 +53,7 @@ def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1, FITS), (1, FITS + 1), (0, 5), (513, 577)])
 def test_a_sum_is_that_of_all_ranks_and_the_same_on_each(shape: tuple[int, ...], dtype: torch.dtype, run: Run):

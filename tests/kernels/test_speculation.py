@@ -140,7 +140,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
     assert num_accepted or num_rows < 100
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(0, gpu=3)
 @pytest.mark.parametrize(
     ("kind", "params", "limit"),
     [("random", {}, 61.1), ("filtered", {"top_k": 8}, 24.3), ("filtered", {"top_p": 0.8}, 61.1)],

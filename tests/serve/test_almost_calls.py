@@ -162,6 +162,7 @@ def test_an_answer_is_the_same_streamed_and_whole(
         assert read_stream(path, stream.text) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_an_answer_that_max_tokens_cuts_off_is_the_same_streamed_and_whole(configure: Callable[..., Config], path: str):
     end = {CHAT: "length", RESPONSES: "incomplete", MESSAGES: "max_tokens"}[path]

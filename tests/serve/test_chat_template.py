@@ -215,6 +215,7 @@ READS_ALL = """{% for tool in tools %}{% set f = tool.function %}{{ f.name + ": 
 {% endfor %}"""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

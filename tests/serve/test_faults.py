@@ -261,6 +261,7 @@ def test_an_engine_that_cannot_load_is_one_line_and_an_exit_code(talker: Path, t
     assert "CapacityError: the KV pool needs 9 GiB" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_names_the_whole_key_and_is_a_mistake(talker: Path, tmp_path: Path):
     server = serving.launch(talker, tmp_path, "serve.kv_cache_memory=1000")
     assert server.process.wait(wire.SECONDS) == 2

@@ -43,6 +43,7 @@ def test_a_wrong_pass_is_named(checkpoints: Any, compared: Any):
     assert result["bisect"]["line"] == "without double_eps they agree"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wrong_passes")
 def test_two_wrong_passes_are_named_together(checkpoints: Any, compared: Any):
     wrong = "passes.extra=[wrong_passes:double_eps@lower_attention,wrong_passes:halve_eps@lower_attention]"
@@ -56,7 +57,7 @@ def test_a_wrong_kernel_is_named_with_the_one_in_its_place(checkpoints: Any, com
     assert result["bisect"]["line"] == "with reference.rms_norm in place of torch they agree"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["passes", "kernels"])
 def test_where_nothing_helps_the_line_says_so(checkpoints: Any, compared: Any, kind: str):
     wrong = "level=1 model.norm.eps=1e-2"

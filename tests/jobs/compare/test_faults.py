@@ -185,6 +185,7 @@ def test_weights_that_transformers_does_not_find_are_an_error(compared: Compared
         compared(folder, REFERENCE, "model.weights.up='model.layers.{layer}.mlp.upper'")
 
 
+@pytest.mark.slow
 def test_transformers_as_the_first_side_is_the_reference_too(checkpoints: Any, compared: Compared):
     result = compared(checkpoints("llama"), "job.a=transformers", "job.b=model.norm.eps=1e-3")
     assert first(result) == ("h", 0)

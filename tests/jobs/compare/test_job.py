@@ -71,8 +71,7 @@ def test_a_side_without_a_level_runs_at_1(checkpoints: Any):
     assert [(side.config.level, side.shown) for side in sides] == [(1, "as it is, level 1"), (2, "level=2")]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_ranks_agree_with_one(checkpoints: Any, compared: Any, name: str):
     result = compared(checkpoints(name), "job.b='level=1 parallel=tp2'")
     assert_agree(result, 20)

@@ -559,6 +559,7 @@ def test_prompts_of_matmuls_in_fp8_are_limited_by_its_rate(explain: Any, publish
         assert fit["prefill_tokens_per_second"] == pytest.approx(rate / 2 / (2 * qkv + rest))
 
 
+@pytest.mark.slow
 def test_a_gpu_that_does_not(explain: Any, published: Any):
     result = explain(published("deepseek_v3"), "model.layers=7", "job.gpu=rtx_4090")
     fit = result["gpu"]

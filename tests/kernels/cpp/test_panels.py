@@ -250,7 +250,7 @@ assert torch.equal(embedding(torch.tensor([39, 0]), laid_out), dense[[39, 0]])
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [

@@ -180,6 +180,7 @@ def change_bit(total: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["bit", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("none", "number"))]
 )
@@ -216,6 +217,7 @@ def test_epochs_come_around_without_two_of_the_same_parity_in_a_row(tmp_path: Pa
         assert [first for first, _ in seen] == [-4, -3, -2, -1, 2, 3]
 
 
+@pytest.mark.slow
 def test_numbers_of_tiles_come_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiles, "SLOT_WORDS", 32)
 

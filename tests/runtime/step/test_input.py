@@ -51,7 +51,7 @@ class Odd:
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any, place: Place, depth: int):
+def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any, policy_place: Place, depth: int):
     fields = {
         "enable_prefix_caching": True,
         "num_kvcache_blocks": 12,
@@ -92,7 +92,7 @@ def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any,
     assert any(step.shaping and step.shaping.allowed for step in steps)
     assert len(bound.output) == 9 and all(token % 2 for token in bound.output)
 
-    other: Any = open_runner(checkpoints("qwen3"), place, depth, **fields).runner
+    other: Any = open_runner(checkpoints("qwen3"), policy_place, depth, **fields).runner
     for step, each in zip(steps, recorded, strict=True):
         ours, theirs = other.execute(step).wait(), each.sampled
         assert theirs is not None and ours.tokens == theirs.tokens

@@ -274,13 +274,13 @@ def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, place: Place, depth: int):
+def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, policy_place: Place, depth: int):
     asked = [
         (tiny.prompt(9), SamplingParams(temperature=0, max_tokens=12)),
         (tiny.prompt(14), SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=12)),
         (tiny.prompt(3), SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=12, logprobs=0)),
     ]
-    engine = open_runner(checkpoints("qwen2_window"), place, depth, num_kvcache_blocks=8, max_model_len=32)
+    engine = open_runner(checkpoints("qwen2_window"), policy_place, depth, num_kvcache_blocks=8, max_model_len=32)
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen2_window")), asked))
     assert engine.scheduler.stats.num_preemptions > 0
 
@@ -483,7 +483,7 @@ class FailingAllocations(TorchDispatchMode):
         return run
 
 
-@pytest.mark.sampled(4, gpu=2)
+@pytest.mark.sampled(0, gpu=2)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
     checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch, depth: int

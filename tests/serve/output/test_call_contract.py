@@ -201,6 +201,7 @@ def test_what_a_model_writes_is_read_as_its_calls(name: str):
     assert (answer.content.strip(), all(answer.whole)) == ("", True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_streamed_and_whole_answers_agree_on_almost_calls(name: str):
     check_mutations(name, 12)
@@ -212,6 +213,7 @@ def test_streamed_and_whole_answers_agree_on_very_many_almost_calls(name: str):
     check_mutations(name, 200)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_text_that_is_cut_off_anywhere_loses_no_word(name: str):
     text = write_calls(name, CALLS)

@@ -57,6 +57,7 @@ def answer_of(name: str) -> str:
     return '<|channel|>final<|message|>{"kind": "cat"}' if name == "harmony" else '{"kind": "cat"}'
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "texts"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_answer_with_a_format_may_be_that_or_calls(name: str, has_markers: bool):

@@ -39,7 +39,7 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     assert_equal(run(case, triton_device, **attributes), reference(case, **attributes))
 
 
-@pytest.mark.sampled(9, gpu=1)
+@pytest.mark.sampled(0, gpu=1)
 @pytest.mark.parametrize("num_spare", [0, 5])
 @pytest.mark.parametrize(("room", "num_there"), [(18, 4), (7, 2), (1, 0)])  # blocks; of 5, 2, 10 and 1
 def test_few_programs_attend_prompts_over_fp8_that_are_not_unpacked(
@@ -97,6 +97,7 @@ def test_sequences_cut_in_parts_equal_the_reference_each_time(triton_device, len
     assert not tickets.any()
 
 
+@pytest.mark.sampled(0, gpu=1)
 def test_a_sequence_may_be_in_more_parts_than_are_merged_at_a_time(triton_device):
     attend = PagedAttention(SMALL_PARTS._replace(programs_per_unit=9))
     case = make_case([16 * 18], heads=24, dim=128, has_sinks=True)  # so wide that parts are merged one by one
@@ -179,6 +180,7 @@ def test_sequences_of_several_queries_each(triton_device, query_len, heads, wind
     assert_equal(out, reference(case, **attributes))
 
 
+@pytest.mark.sampled(0, gpu=1)
 def test_more_sequences_than_the_smallest_bucket_has(triton_device):
     case = make_case([1 + row % 20 for row in range(33)], [(1, 1)] * 32, dim=16)
     assert_equal(run(case, triton_device, scale=0.3), reference(case, scale=0.3))

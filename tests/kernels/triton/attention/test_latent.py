@@ -94,6 +94,7 @@ def test_a_context_is_split_if_programs_are_idle(monkeypatch, triton_device):
     assert grids == [(2, 3), (7, 1)]
 
 
+@pytest.mark.sampled(0, gpu=1)
 def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, triton_device):
     monkeypatch.setattr(latent, "MAX_SPLITS", 40)
     monkeypatch.setattr(latent, "PART_TILES", 0.01)

@@ -445,6 +445,7 @@ def test_gpus_of_two_vendors_get_binaries_that_round_each_result(tmp_path: Path)
     assert all(is_fused == "False" for _, _, is_fused in made), "a product is not rounded ahead of its sum"
 
 
+@pytest.mark.sampled(0, gpu=1)
 def test_pieces_of_every_family_give_what_the_bodies_of_their_ops_give(load: Load, triton_device: str):
     """Their tiny variants, lowered for a GPU that need not be there."""
     texts: dict[str, None] = {}

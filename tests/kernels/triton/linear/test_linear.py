@@ -166,6 +166,7 @@ def test_a_row_is_the_same_next_to_any_others(triton_device, parameters):
     assert torch.equal(spoilt[others], together[others])
 
 
+@pytest.mark.sampled(0, gpu=1)
 def test_splits_add_up_the_same_each_time(triton_device):
     x, weight = make(triton_device, torch.float32, 9, 190), make(triton_device, torch.float32, 20, 190)
     parameters = Matrix(16, 16, warps=4, stages=2, splits=5, block_rows=8)

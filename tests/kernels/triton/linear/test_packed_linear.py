@@ -276,6 +276,7 @@ def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
     assert num_run
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fmt, gpu):

@@ -90,6 +90,7 @@ def chain(size: int, last: Any, link: Any) -> dict[str, Any]:
 START = {"$ref": "#/$defs/0"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "schema",
     [

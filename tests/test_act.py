@@ -196,6 +196,7 @@ def of(overrides: list[str], folder: Path) -> AtomError:
     return error.value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

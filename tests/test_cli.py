@@ -409,7 +409,6 @@ def test_cfg_hides_keys(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flag", ["--cfg=all", "--info=all"])
 def test_what_hydra_shows_hides_keys_too(flag: str):
     ended = run(flag, "serve.http.api_keys=sesame")
@@ -443,6 +442,7 @@ def test_hydras_flags_mean_what_they_mean_to_hydra(argv: list[str], expected: st
     assert expected in ended.stdout
 
 
+@pytest.mark.slow
 def test_an_error_of_hydra_is_one_line_too():
     ended = run("--info", "defaults", "job=x")
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -302,6 +302,7 @@ def test_an_end_within_accepted_tokens_is_the_end(name: str, case_of: Callable[[
     engine.close()
 
 
+@pytest.mark.slow
 def test_another_model_of_random_weights_is_hardly_ever_right(checkpoints: Callable[[str], Path]):
     engine = opened(checkpoints("qwen3"), method="draft", draft_model=str(checkpoints("llama")))
     tokens_of(engine, GREEDY, prompts(4))

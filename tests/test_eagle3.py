@@ -121,6 +121,7 @@ def test_tensors_of_a_draft_are_checked_by_name_and_shape(case: Config):
             open_engine(case, SilentProgress())
 
 
+@pytest.mark.slow
 def test_weights_of_a_draft_may_be_random(checkpoints: Callable[[str], Path], tmp_path: Path):
     """Only from its config.json; its vocabulary is mapped to the first of the model's tokens."""
     eagle3.write_config(tmp_path, tiny.config("qwen3").to_dict(), draft_vocab_size=31)

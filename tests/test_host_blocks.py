@@ -73,7 +73,6 @@ def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -92,6 +91,7 @@ def test_each_rank_keeps_its_share(
     assert engine.metrics.scheduler.num_host_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_what_takes_longer_to_load_than_to_compute_is_computed(open_engine: Open):
     engine = open_engine("llama", **SMALL)
     measured = engine._engine.scheduler.cache.costs  # type: ignore[union-attr]

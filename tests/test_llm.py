@@ -212,6 +212,7 @@ def test_all_of_these_together_change_nothing(name: str, level: int, open_engine
     assert metrics.num_preemptions > 0 or has_only_windows, "a window's pool holds every sequence's window"
 
 
+@pytest.mark.slow
 def test_every_option_that_groups_tokens_gives_the_same_text_of_the_same_seed(open_engine: Open):
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=32, ignore_eos=True)
     prompts = [tiny.prompt(length, seed=length) for length in (9, 30)]
@@ -423,7 +424,6 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "level"),
     [
@@ -460,6 +460,7 @@ def test_a_pool_that_memory_cannot_hold_names_the_knob(checkpoints: Any, fields:
         LLMEngine(model=str(checkpoints("llama")), level=1, **fields)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
@@ -642,6 +643,7 @@ def test_a_prompt_that_fails_where_others_run_has_its_error_as_answer(
     assert engine.is_finished()
 
 
+@pytest.mark.slow
 def test_a_profile_of_some_steps_lies_in_the_folder_of_its_rank(open_engine: Open, tmp_path: Path):
     engine = open_engine("llama", torch_profiler_dir=str(tmp_path / "my traces"), profiler_more=True)
     with pytest.raises(RequestError, match="start it first"):

@@ -73,6 +73,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngi
     engine.close()
 
 
+@pytest.mark.sampled(2, gpu=1)
 def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
     tokens = tiny.prompt(60)
     assert_logits(engine, tokens, reference)

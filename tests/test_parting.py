@@ -48,6 +48,7 @@ def test_a_harmed_checkpoint_is_found_in_its_layer(
     assert 'W("model.layers.1.mlp.gate_proj.weight"' in called and "layers.0" not in called
 
 
+@pytest.mark.slow
 def test_a_changed_text_is_found_at_its_line(tmp_path: Path, checkpoints: Callable[[str], Path], references: Any):
     common = [f"checkpoint={checkpoints('qwen3')}", "dtype=fp32", "level=0", "serve.kv_cache_memory=4194304"]
     text = show(semantic_graph(load(common)))

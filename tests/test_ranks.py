@@ -104,9 +104,9 @@ EVEN_MAMBA = {"n_groups": 2}  # of nemotron_h, whose groups two ranks divide
 @pytest.mark.parametrize(
     ("name", "ranks", "changes"),
     [
-        ("lfm2", 2, {}),
         ("qwen3_5", 2, {}),
         ("nemotron_h", 2, EVEN_MAMBA),
+        pytest.param("lfm2", 2, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", 4, {"linear_num_value_heads": 4}, marks=pytest.mark.slow),
         pytest.param("nemotron_h", 4, {"n_groups": 2, "mamba_num_heads": 8}, marks=pytest.mark.slow),
         pytest.param("falcon_h1", 2, {}, marks=pytest.mark.slow),
@@ -750,6 +750,7 @@ def test_ranks_run_where_their_driver_does(checkpoints: Callable[[str], Path], m
     assert answer["token_ids"] == single.generate([tiny.prompt(9)], GREEDY)[0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_holds_leaves_no_rank_and_the_threads_of_before(checkpoints: Callable[[str], Path]):
     before = torch.get_num_threads()
     torch.set_num_threads(4)

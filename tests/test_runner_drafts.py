@@ -151,7 +151,7 @@ def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: O
     assert_all_is_free(engine)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 1.5, 2.5, 4])
 def test_chance_accepts_as_many_as_configured(length: float, open_engine: Open, drafting: Any):
     drafting(1, Drafting(3, 2, 4, rates=acceptance_rates(length, 3)))

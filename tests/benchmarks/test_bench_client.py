@@ -21,6 +21,7 @@ def measure_client(*flags: str) -> dict[str, float]:
     return result
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_the_script_that_measures_the_client_reads_every_token_on_schedule():
     result = measure_client("--streams", "8", "--rate", "400", "--seconds", "0.4")

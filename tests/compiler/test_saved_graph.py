@@ -66,7 +66,7 @@ def counts(graph: Graph, *found: ops.Op) -> list[int]:
     return [len(graph.find(op)) for op in found]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])

@@ -56,6 +56,7 @@ def test_two_prompts_are_english_and_two_chinese():
     assert sorted(is_chinese) == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_without_a_template_the_prompts_are_plain(
     talker: Path, flags: list[str], asked: Asked, capsys: pytest.CaptureFixture[str]
 ):

@@ -136,6 +136,7 @@ def test_what_a_recipe_sets_wrongly_is_named_with_its_file_by_any_job(tmp_path: 
         load([f"recipe={path}", "serve.method=guess"])
 
 
+@pytest.mark.slow
 def test_a_recipe_of_a_config_dir_is_named_too(tmp_path: Path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "own.yaml").write_text("dtype: fp12")

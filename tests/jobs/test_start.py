@@ -110,6 +110,7 @@ def test_every_job_that_a_field_names_is_there_and_every_job_has_fields():
 QUICK = ["serve.kv_cache_memory=4194304", "sampling.max_tokens=3", "sampling.ignore_eos=true"]
 
 
+@pytest.mark.slow
 def test_an_objective_that_has_no_value_is_an_error(
     checkpoints: Any, quick_limits: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

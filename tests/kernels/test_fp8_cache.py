@@ -37,13 +37,13 @@ class Kernels(NamedTuple):
     write: Callable[..., Tensor]
 
 
-@pytest.fixture(params=["torch", "interpreter", "in parts", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["torch", "interpreter", "interpreter in parts", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
         return Kernels("cpu", CpuAttention(), cpu_write)
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("Triton's kernels run on the GPU if it exists, else they are interpreted")
-    attend = PagedAttention(SMALL_PARTS if request.param == "in parts" else None)
+    attend = PagedAttention(SMALL_PARTS if request.param == "interpreter in parts" else None)
     return Kernels("cuda" if request.param == "cuda" else "cpu", attend, norm_rope_write)
 
 
@@ -64,7 +64,7 @@ def expected(case: Case, pair: tuple[float | None, float | None], **attributes: 
     return ops.paged_attention.body(*change(case, rounded), **attributes)
 
 
-@pytest.mark.sampled(24, gpu=8)
+@pytest.mark.sampled(48, gpu=8)
 @pytest.mark.parametrize("pair", SCALES)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"), [(8, 1, 1, 16), (20, 2, 3, 3), (64, 1, 8, 16), (80, 3, 2, 1)]
@@ -90,7 +90,7 @@ def test_windows_sinks_and_soft_caps(kernels: Kernels, window: Any, has_sinks: b
     assert_equal(out, expected(case, pair, **attributes))
 
 
-@pytest.mark.sampled(6, gpu=2)
+@pytest.mark.sampled(12, gpu=2)
 @pytest.mark.parametrize("window", [None, 17])
 def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels, window: Any):
     decodes = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129]
@@ -100,6 +100,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels, window: A
     assert_equal(out, expected(case, (0.7, 1.3), scale=0.3, window=window))
 
 
+@pytest.mark.sampled(2, gpu=1)
 def test_in_half_precision_scores_round_like_those_of_entries_that_are_not_packed(kernels: Kernels):
     """An fp16 holds each number of e4m3: over the same numbers as fp16 the error is the same."""
     case = make_case([20, 70], [(7, 40)], kv_heads=2, heads=6, dim=32, dtype=torch.float16)

@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
     write: Callable[..., Tensor]
 
 
-@pytest.fixture(params=["op", "absorbed", "expanded", "interpreter", "in parts", pytest.param("cuda", marks=pytest.mark.gpu)])  # fmt: skip
+@pytest.fixture(params=["op", "absorbed", "expanded", "interpreter", "interpreter in parts", pytest.param("cuda", marks=pytest.mark.gpu)])  # fmt: skip
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     name = request.param
     if name == "op":
@@ -44,7 +44,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return Kernels("cpu", PagedLatentAttention(), cpu_write)
     if (name == "cuda") != torch.cuda.is_available():
         pytest.skip("Triton's kernels run on the GPU if it exists, else they are interpreted")
-    if name == "in parts":
+    if name == "interpreter in parts":
         monkeypatch.setattr(latent, "MAX_SPLITS", 5)
         monkeypatch.setattr(latent, "PART_TILES", 0.01)
         monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=10_000))
@@ -100,7 +100,7 @@ def test_latents_are_numbers_of_fp8_times_their_scale(
     check(kernels, case, scale)
 
 
-@pytest.mark.sampled(3, gpu=1)
+@pytest.mark.sampled(6, gpu=1)
 def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels):
     decodes, prefills = [1, 15, 16, 17, 31, 32, 33, 65], [(16, 16), (17, 17), (1, 31), (40, 65)]
     check(kernels, make_latent_case(decodes, prefills, heads=3))
@@ -115,6 +115,7 @@ def test_leading_sequences_of_several_queries_each(kernels: Kernels, query_len: 
     check(kernels, change(case, num_decodes=len(lengths), query_len=query_len))
 
 
+@pytest.mark.sampled(2, gpu=1)
 def test_what_lies_in_memory_of_others_changes_nothing(kernels: Kernels):
     results = [
         run(kernels, make_latent_case([3, 40], [(5, 21)], heads=3, block_size=32, foreign=foreign), 0.7)
@@ -123,6 +124,7 @@ def test_what_lies_in_memory_of_others_changes_nothing(kernels: Kernels):
     assert torch.equal(*results)
 
 
+@pytest.mark.sampled(2, gpu=1)
 def test_in_half_precision_it_is_as_near_to_the_truth_as_the_op(kernels: Kernels):
     case = make_latent_case([20, 70], [(7, 40), (30, 30)], heads=6, rank=35, dtype=torch.float16)
     body = Kernels("cpu", ops.paged_mla_attention.body, ops.norm_rope_write_latent.body)

@@ -105,7 +105,7 @@ def logits_of(model: Any, prompts: list[list[int]], chunk: int = 7) -> list[Tens
 PROMPTS = [tiny.prompt(45), tiny.prompt(19, seed=1)]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "mixtral_window_stacked", "deepseek_v3_plain_q_odd", "gpt_oss_odd"]
 )
@@ -157,6 +157,7 @@ def test_ranks_of_vllm_divide_the_model(name: str, experts: bool, make: Make, ch
             assert_same_logits(logits, tiny.logits(references(name), prompt))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["deepseek", "W4A16", "gptq"])
 def test_packed_checkpoints_are_read_by_atoms_own_formats(layout: str, make: Make, tmp_path: Path):
     packed, plain = write("qwen3", LAYOUTS[layout], tmp_path)

@@ -38,6 +38,7 @@ def test_an_error_turns_it_on_again():
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_settling_freezes_what_there_is():
     before, made = gc.get_freeze_count(), [[number] for number in range(1000)]
     settle()

@@ -232,6 +232,7 @@ def test_what_is_no_lack_of_room_for_an_option_is_not_hidden(
     assert tuned.read("Test GPU", tmp_path)["linear"] == {}
 
 
+@pytest.mark.slow
 def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_path: Path):
     model, graph = opened
     steps = Steps(model)

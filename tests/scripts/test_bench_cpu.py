@@ -19,6 +19,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_rates_are_tokens_over_the_seconds_that_each_process_reports(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_cpu, "ATOM", PROGRAM.format(num_bytes="b'x' * 200_000_000", prefill=2, decodes=0.5))
     monkeypatch.setattr(bench_cpu, "LLAMA_CPP", PROGRAM.format(num_bytes=0, prefill=4, decodes=0.25))

@@ -9,7 +9,7 @@ from scripts.bench_gpu import checkpoint
 from scripts.bench_rows import NAMES, ROWS, STARTS, with_compared
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     row = ROWS[name]

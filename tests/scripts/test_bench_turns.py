@@ -11,6 +11,7 @@ import pytest
 from scripts import bench_turns
 
 
+@pytest.mark.slow
 def test_conversations_are_computed_again_without_host_memory_and_loaded_with_it(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

@@ -151,6 +151,7 @@ def test_a_compiler_that_dies_is_reported_with_what_it_compiled_last():
     assert died.kernel == "second" and died.error == "the compiler's process ended with -6"
 
 
+@pytest.mark.slow
 def test_without_a_network_it_takes_what_is_here_or_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -127,6 +127,7 @@ def test_the_kernels_that_begin_and_end_a_step_have_these_names():
         assert callable(getattr(module, name).run), f"{module.__name__} has no kernel {name}"
 
 
+@pytest.mark.slow
 def test_the_tokenizer_has_every_token_and_eos_among_them(tmp_path: Path):
     gap_gpu.save_checkpoint(tmp_path, json.loads(gap_gpu.CONFIG.read_text()))
     opened = open_checkpoint(str(tmp_path))

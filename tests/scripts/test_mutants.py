@@ -58,6 +58,7 @@ def test_faults_whose_tests_all_fail_are_caught(tree: Path, capsys: pytest.Captu
     assert (tree / "module.py").read_text() == MODULE, "the checkout is never patched"
 
 
+@pytest.mark.slow
 def test_a_fault_that_a_named_test_misses_survives(tree: Path, capsys: pytest.CaptureFixture[str]):
     plant(tree, "minus", "a - b", "test_sum", "test_zero")
     assert main([], tree) == 1
@@ -84,7 +85,7 @@ def test_an_explained_survivor_among_many_is_well():
     assert not mutants.summarize([caught] * 99 + [survived])[1], "nobody has explained it"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "tests", "diff", "verdict"),
     [

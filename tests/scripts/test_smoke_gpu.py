@@ -97,7 +97,7 @@ def test_a_path_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch, caps
     assert ended.value.code == 2 and "there is no path fp9; paths: fp8-block-experts, " in capsys.readouterr().err
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.001])
 def test_logits_that_are_a_thousandth_off_fail(factor: float, monkeypatch: pytest.MonkeyPatch):
     """A path itself, with the CPU's kernels in place of the GPU's."""

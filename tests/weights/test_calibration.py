@@ -219,7 +219,7 @@ def of_experts(module: nn.Module, name: str, x: Tensor, ids: Tensor) -> dict[str
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "olmoe", "deepseek_v2"])
 def test_moments_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibration, "MAX_LENGTH", 16)
@@ -231,6 +231,7 @@ def test_moments_are_those_of_transformers(name: str, tmp_path: Path, monkeypatc
         torch.testing.assert_close(ours[each], theirs[each], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_measured_as_the_embedding_s_tensor(tmp_path: Path):
     folder, tokens = tiny.save("qwen3_moe_dense_list", tmp_path), tiny.prompt(24)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
@@ -416,6 +417,7 @@ def test_weights_that_no_kernel_takes_are_rounded_the_same(folder: Path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_parts_of_ranks_are_those_of_one(folder: Path):
     common = "level=0", "quant.head='int4[1, 16]'"
     whole = loaded(folder, *common)

@@ -204,6 +204,7 @@ def test_what_an_earlier_run_has_cached_is_computed_again(fields: list[str], che
         assert sum(num_tokens for step in ran.steps for _, num_tokens in step.chunks) == 3 * 21
 
 
+@pytest.mark.slow
 def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_jobs_here(monkeypatch)

@@ -243,6 +243,7 @@ def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: 
     assert attention.prefill_flops == 2 * 128 * ((128 + 64) + 128)
 
 
+@pytest.mark.slow
 def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
     plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))
     assert packed.states == ((TokenRule(), 512 + 64 * 2),)
@@ -264,7 +265,7 @@ def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
     assert one.flops == 9 * attention.decode_flops + 2 * num_kv_b
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "deepseek_v3"])
 def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
     """Which has other ops, since some are several in one."""

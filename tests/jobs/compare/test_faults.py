@@ -159,6 +159,7 @@ def test_a_router_that_chooses_from_too_many_groups(checkpoints: Any, compared: 
     assert [finding["value"] for finding in result["findings"]] == ["ids"]
 
 
+@pytest.mark.slow
 def test_an_attention_of_the_last_layer_whose_end_runs_in_the_head(
     checkpoints: Any, compared: Compared, tmp_path: Path
 ):

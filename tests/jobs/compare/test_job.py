@@ -29,7 +29,7 @@ def assert_agree(result: dict[str, Any], num_values: int) -> None:
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unharmed_model_agrees_with_transformers(checkpoints: Any, compared: Any, name: str):
     assert_agree(compared(checkpoints(name), "job.b=transformers"), 39)
@@ -115,6 +115,7 @@ def test_sides_that_part_end_with_1_and_name_the_line(run: Any):
     assert re.search(r"\n    line 5: h = reference.rms_norm\(x, W\(.*\), eps=0.001\)\n", out)
 
 
+@pytest.mark.slow
 def test_a_bound_may_be_given(run: Any):
     assert run("job.b=model.norm.eps=1e-3", PROMPT, "job.bound=2")[0] == 0
 

@@ -113,6 +113,7 @@ def test_a_stage_is_a_text_and_no_json(run: Any):
     assert err == "atom-run: ConfigError: job.stage=semantic prints a text: leave out job.output=json\n"
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_gguf_file_is_written_as_transformers_reads_it(
     run: Any, embedded_gguf: Path, tmp_path: Path
 ):
@@ -785,6 +786,7 @@ def test_the_limits_of_a_decode_are_those_of_a_rank_and_of_what_ranks_exchange(e
         assert limit["tokens_per_second"] == pytest.approx(num / seconds, rel=0.002)
 
 
+@pytest.mark.slow
 def test_it_says_how_many_tokens_are_drafted_and_what_was_measured(
     explain: Any, run: Any, checkpoints: Any, tmp_path: Path
 ):
@@ -838,6 +840,7 @@ def test_what_has_no_page_says_so(argv: list[str], checkpoints: Any, capsys: Any
     assert "job.output=html: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_amds_gpus_get_a_text_of_aiter_without_one_here(run: Any, published: Any):
     here = (published("qwen3_0.6b"), "device=rocm", "level=1", "job.stage=select_kernels")
     for gpu in ("mi300x", "mi355x"):

@@ -196,7 +196,6 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("objective", [[], ["job.objective=weights_bytes"]])
 def test_explained_formats_are_a_table_of_their_bytes_and_limits(
     objective: list[str], checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -243,6 +242,7 @@ def test_layouts_that_do_not_fit_come_last_and_their_page_says_that_it_is_comput
     assert "Computed for small.yaml from config.json, not measured" in page and "Measured on" not in page
 
 
+@pytest.mark.slow
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
     path = tmp_path / "plugins" / "hydra_plugins" / "of_the_test.py"
     path.write_text(PLUGINS.replace("        ended = []\n", "        raise RuntimeError('there is no queue')\n"))

@@ -131,6 +131,7 @@ def administered(start_server: Start, tmp_path_factory: pytest.TempPathFactory) 
 TAKES_NOTHING = ("GET /debug/mtp_stats", "POST /reset_prefix_cache", "POST /start_profile", "POST /stop_profile")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, GenerationMode.POSITIVE) for name in ADMINISTRATIVE]

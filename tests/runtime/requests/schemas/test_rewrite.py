@@ -432,6 +432,7 @@ def chain(count: int, width: int) -> dict[str, Any]:
     return {"$defs": links | {f"a{count}": {"enum": ["a"]}}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schema", "fault"),
     [

@@ -93,10 +93,10 @@ def _is_shuffled(weight: Weight) -> bool:
 def suits_many(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
     """Whether `multiply_many` takes these, and is faster: many rows an expert, in bf16."""
     num_experts, out, inner = weight.shape
-    least = MANY_ROWS if isinstance(weight, Tensor) else MANY_UNPACKED_ROWS
+    min_rows = MANY_ROWS if isinstance(weight, Tensor) else MANY_UNPACKED_ROWS
     columns = out if gate is None else out // 2
     return (
-        len(x) >= least * num_experts
+        len(x) >= min_rows * num_experts
         and x.dtype == torch.bfloat16
         and columns % 8 == inner % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
         and (isinstance(weight, Tensor) or unpacks_experts(weight))

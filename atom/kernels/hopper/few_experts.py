@@ -258,8 +258,8 @@ def _gate_up_kernel(
         result = _finish(sums, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
         gate, up = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
         m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
-        turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
-        column = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
+        block = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
+        column = first + block[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
         gl.store(y + pair * (OUT // 2) + column, m, mask=column < OUT // 2)
 
 

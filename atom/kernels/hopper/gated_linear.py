@@ -69,21 +69,21 @@ def produce(x, weight, sizes, memory):
     """Load the tiles of x and of the weight, gate and up projections, for each tile of this program."""
     out, steps, row_tiles, out_tiles, _ = sizes
     x_boxes, w_boxes, _, ready, free = memory
-    turn = 0
+    iteration = 0
     for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         row_tile, out_tile = find_place(tile, sizes)
         row, gate = row_tile * (GROUPS * ROWS), out_tile * OUTS
         for step in range(steps):
-            slot, column = turn % STAGES, step * INNER
+            slot, column = iteration % STAGES, step * INNER
             bar = ready.index(slot)
-            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.wait(free.index(slot), iteration // STAGES & 1 ^ 1)
             mbarrier.expect(bar, (GROUPS * ROWS + 2 * OUTS) * INNER * 2)
             for who in gl.static_range(GROUPS):
                 box = x_boxes.index(slot * GROUPS + who)
                 async_load(x, [row + who * ROWS, column], bar, box)
             async_load(weight, [gate, column], bar, w_boxes.index(slot * 2))
             async_load(weight, [out + gate, column], bar, w_boxes.index(slot * 2 + 1))
-            turn += 1
+            iteration += 1
 
 
 @jit

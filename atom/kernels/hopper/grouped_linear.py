@@ -158,7 +158,7 @@ def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, MMAS: gl.co
     BOXES: gl.constexpr = GROUPS * MMAS
     COLUMNS: gl.constexpr = x_boxes.shape[2]
     BYTES: gl.constexpr = (BOXES * ROWS + 2 * HALF) * 128  # of a stage
-    turn = 0
+    iteration = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
         expert, row, _end, out_tile = _find_place(tile, plan, out_tiles, BOXES * ROWS)
         if IS_GATED:
@@ -168,24 +168,24 @@ def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, MMAS: gl.co
             left = expert * out + out_tile * 2 * HALF
             right = left + HALF
         for step in range(steps):
-            slot, column = turn % STAGES, step * COLUMNS
+            slot, column = iteration % STAGES, step * COLUMNS
             bar = ready.index(slot)
-            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.wait(free.index(slot), iteration // STAGES & 1 ^ 1)
             mbarrier.expect(bar, BYTES)
             for number in gl.static_range(BOXES):
                 async_load(x, [row + number * ROWS, column], bar, x_boxes.index(slot * BOXES + number))
             async_load(weight, [left, column], bar, w_boxes.index(slot * 2))
             async_load(weight, [right, column], bar, w_boxes.index(slot * 2 + 1))
-            turn += 1
+            iteration += 1
 
 
 @jit
 def _pass_over(first, steps, memory):
     """Let the steps of a tile go by, as a group without rows of it."""
     _, _, _, ready, free = memory
-    for turn in range(first, first + steps):
-        slot = turn % STAGES
-        mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+    for iteration in range(first, first + steps):
+        slot = iteration % STAGES
+        mbarrier.wait(ready.index(slot), iteration // STAGES & 1)
         mbarrier.arrive(free.index(slot))
 
 
@@ -278,14 +278,14 @@ def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE
             upper_scale, lower_scale = gl.load(x_scales + upper_rows), gl.load(x_scales + lower_rows)
             left_scale, right_scale = gl.load(left_scales).to(gl.float32), gl.load(right_scales).to(gl.float32)
             for step in range(steps):
-                turn = first + step
-                slot = turn % STAGES
+                iteration = first + step
+                slot = iteration % STAGES
                 after = gl.minimum(step + 1, steps - 1)
                 next_upper = gl.load(x_scales + after * x_stride + upper_rows)
                 next_lower = gl.load(x_scales + after * x_stride + lower_rows)
                 next_left = gl.load(left_scales + after).to(gl.float32)
                 next_right = gl.load(right_scales + after).to(gl.float32)
-                mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+                mbarrier.wait(ready.index(slot), iteration // STAGES & 1)
                 right, box = weights.index(slot).permute((1, 0)), (slot * GROUPS + WHO) * 2
                 part = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
                 part = warpgroup_mma(x_boxes.index(box), right, part, use_acc=False, is_async=True)

@@ -49,14 +49,14 @@ def _produce(x, weight, plan, sizes, memory, OUT: gl.constexpr, KIND: gl.constex
     x_boxes, w_boxes, ready, free = memory
     STAGES: gl.constexpr = ready.shape[0]
     EACH: gl.constexpr = COLUMNS // BOXES
-    turn = 0
+    iteration = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
         expert, row, _end, out_tile = _find_place(tile, plan, out_tiles, ROWS)
         first = out_tile * GROUPS * BLOCK_O
         for step in range(steps):
-            slot = turn % STAGES
+            slot = iteration % STAGES
             bar = ready.index(slot)
-            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.wait(free.index(slot), iteration // STAGES & 1 ^ 1)
             mbarrier.expect(bar, ROWS * COLUMNS * 2 + GROUPS * BOXES * BLOCK_O * BOX)
             for number in gl.static_range(BOXES):
                 column, byte = step * COLUMNS + number * EACH, (step * BOXES + number) * BOX
@@ -68,7 +68,7 @@ def _produce(x, weight, plan, sizes, memory, OUT: gl.constexpr, KIND: gl.constex
                     else:
                         octet = expert * (OUT // 8) + (first + who * BLOCK_O) // 16
                         async_load(weight, [octet, 0, 0, byte], bar, box)
-            turn += 1
+            iteration += 1
 
 
 @jit
@@ -101,13 +101,13 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
         if VALUES != "e4m3":
             operands = _load_operands(scales, zeros, blocks, 0, NUM, 1, VALUES)
         for step in range(steps):
-            turn = first + step
-            slot = turn % STAGES
+            iteration = first + step
+            slot = iteration % STAGES
             if SCALES_SUMS:
                 next_factors = _load_scales(scales, blocks, step + 1, NUM, 1)
             if VALUES != "e4m3":
                 next_operands = _load_operands(scales, zeros, blocks, step + 1, NUM, 1, VALUES)
-            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            mbarrier.wait(ready.index(slot), iteration // STAGES & 1)
             sums = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC) if SCALES_SUMS else acc
             for number in gl.static_range(BOXES):
                 operand = None if VALUES == "e4m3" else operands[0]  # type: ignore[index]

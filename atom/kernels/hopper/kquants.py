@@ -141,9 +141,9 @@ def unpack_codes(tile, codes, VALUES: gl.constexpr):
         )  # fmt: skip
     else:
         ASM: gl.constexpr = U5_ASM if VALUES == "u5k" else U6_ASM
-        words, turns = _spread_words(codes[2], VALUES)
+        words, rotations = _spread_words(codes[2], VALUES)
         return gl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [tile, first, second, words, turns],
+            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [tile, first, second, words, rotations],
             dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
 
@@ -172,8 +172,8 @@ def _spread_words(high, VALUES: gl.constexpr):
     words = gl.expand_dims(high, 2)
     if VALUES == "u6k":
         words = (words >> (group // IN_WORD * 32)).to(gl.int32)
-    turns = group % IN_WORD * (16 // IN_WORD)
-    return _spread(words), _spread(turns)
+    rotations = group % IN_WORD * (16 // IN_WORD)
+    return _spread(words), _spread(rotations)
 
 
 @jit

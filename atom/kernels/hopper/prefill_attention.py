@@ -268,19 +268,19 @@ def multiply_keys(queries, keys, slot, LAYOUT: gl.constexpr):
 
 
 @jit
-def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, k_scale,
-              SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
-              WHO: gl.constexpr):  # fmt: skip
-    """The MMA with the keys of this turn, and next to it the one of the last turn's weights with its values."""
-    _, _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
-    slot, last = turn % STAGES, (turn - 1) % STAGES
-    mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
-    mbarrier.wait(turns.index(WHO), turn & 1 ^ (1 - WHO))
+def pingpong_step(queries, keys, values, memory, acc, weights, best, total, iteration, position, newest, k_scale,
+                  SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+                  WHO: gl.constexpr):  # fmt: skip
+    """The MMA with the keys of this iteration, overlapped with that of the last one's weights with its values."""
+    _, _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, pingpong = memory
+    slot, last = iteration % STAGES, (iteration - 1) % STAGES
+    mbarrier.wait(k_ready.index(slot), iteration // STAGES & 1)
+    mbarrier.wait(pingpong.index(WHO), iteration & 1 ^ (1 - WHO))
     SCORES: gl.constexpr = best.type.layout.parent
     scores = multiply_keys(queries, keys, slot, SCORES)
-    mbarrier.wait(v_ready.index(last), (turn - 1) // STAGES & 1)
+    mbarrier.wait(v_ready.index(last), (iteration - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)
-    mbarrier.arrive(turns.index(1 - WHO))
+    mbarrier.arrive(pingpong.index(1 - WHO))
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
     new_weights, best, fade, total = soften(
@@ -302,7 +302,7 @@ def consume_tile(out, out_stride, sinks, plan, queries, free, keys, values, num_
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, POSITIONS, 16])
     ATTENDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ATTENDED, 2)
-    _, _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    _, _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, pingpong = memory
 
     oldest, first_tile = read_plan(plan, 1), read_plan(plan, 5)
     stop_tile = first_tile + num_tiles
@@ -322,9 +322,9 @@ def consume_tile(out, out_stride, sinks, plan, queries, free, keys, values, num_
 
     slot = base % STAGES
     mbarrier.wait(k_ready.index(slot), base // STAGES & 1)
-    mbarrier.wait(turns.index(WHO), base & 1 ^ (1 - WHO))
+    mbarrier.wait(pingpong.index(WHO), base & 1 ^ (1 - WHO))
     scores = multiply_keys(queries, keys, slot, SCORES)
-    mbarrier.arrive(turns.index(1 - WHO))
+    mbarrier.arrive(pingpong.index(1 - WHO))
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
     weights, best, _, total = soften(
@@ -332,18 +332,18 @@ def consume_tile(out, out_stride, sinks, plan, queries, free, keys, values, num_
     )
     weights = gl.convert_layout(weights.to(values.dtype), WEIGHTS)
     for step in range(1, num_masked):
-        acc, weights, best, total = take_turn(
+        acc, weights, best, total = pingpong_step(
             queries, keys, values, memory, acc, weights, best, total, base + step, (stop_tile - 1 - step) * POSITIONS,
             newest, k_scale, SCALE, SOFTCAP, WINDOW, True, WHO,
         )  # fmt: skip
     for step in range(num_masked, num_seen):
-        acc, weights, best, total = take_turn(
+        acc, weights, best, total = pingpong_step(
             queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, k_scale, SCALE, SOFTCAP,
             WINDOW, False, WHO,
         )  # fmt: skip
     if WINDOW is not None:
         for step in range(num_seen, num_tiles):
-            acc, weights, best, total = take_turn(
+            acc, weights, best, total = pingpong_step(
                 queries, keys, values, memory, acc, weights, best, total, base + step,
                 (stop_tile - 1 - step) * POSITIONS, newest, k_scale, SCALE, SOFTCAP, WINDOW, True, WHO,
             )  # fmt: skip
@@ -448,7 +448,7 @@ def _prefill(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(v_ready.index(stage), count=1)
@@ -458,7 +458,7 @@ def _prefill(
         mbarrier.init(q_ready.index(side), count=1)
         mbarrier.init(q_free.index(side), count=2)
     for who in gl.static_range(2):
-        mbarrier.init(turns.index(who), count=1)
+        mbarrier.init(pingpong.index(who), count=1)
     fence_async_shared()
 
     rotated_boxes, rotated_k_boxes = None, None
@@ -478,7 +478,7 @@ def _prefill(
         k_free,
         v_ready,
         v_free,
-        turns,
+        pingpong,
     )
     gl.warp_specialize(
         [

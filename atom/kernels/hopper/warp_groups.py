@@ -35,7 +35,9 @@ def make_barriers():
 
 @jit
 def multiply_steps(x_boxes, weights, ready, free, first, steps, WHO: gl.constexpr, ACC: gl.constexpr):
-    """The tile [rows, outs] in fp32 of group WHO, summed over two steps or more, the first in turn `first`.
+    """The tile [rows, outs] in fp32 of group WHO, summed over two steps or more.
+
+    first: the pipeline's iteration of the first step
 
     One MMA runs while the next stage is waited for.
     """
@@ -60,10 +62,10 @@ def start_steps(x_boxes, weights, ready, first, WHO: gl.constexpr, ACC: gl.const
 
 @jit
 def take_steps(acc, slot, x_boxes, weights, ready, free, first, end, WHO: gl.constexpr):
-    """The steps of turns from `first` to `end`, after one in this slot: as `start_steps`."""
-    for turn in range(first, end):
-        before, slot = slot, turn % STAGES
-        mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+    """The steps at iterations `first` to `end`, after one in this slot: as `start_steps`."""
+    for iteration in range(first, end):
+        before, slot = slot, iteration % STAGES
+        mbarrier.wait(ready.index(slot), iteration // STAGES & 1)
         left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
         acc = warpgroup_mma(left, right, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))

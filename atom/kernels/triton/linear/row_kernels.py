@@ -71,11 +71,11 @@ def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: floa
 
 
 def quantize_rows(
-    x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
+    x: Tensor, span: int, dtype: torch.dtype, min_rows: int = 4, is_shuffled: bool = False
 ) -> QuantizedRows:
-    """x [T, I], at_least this many rows made of it. is_shuffled: in the order of the layout wgmma"""
+    """x [T, I], at least min_rows of it are made. is_shuffled: in the order of the layout wgmma"""
     inner = x.shape[1]
-    made = _empty_rows(x, inner, span, dtype, at_least, is_shuffled)
+    made = _empty_rows(x, inner, span, dtype, min_rows, is_shuffled)
     block_r = TOGETHER if len(x) >= MANY_ROWS and inner <= SHORT else 1
     _quantize_kernel[(len(made.values) // block_r,)](
         x, *_given(made, inner, span, x.stride(0)), BLOCK_R=block_r, **_options(x, inner * block_r)
@@ -104,9 +104,9 @@ def quantize_gated(x: Tensor, kind: str, span: int, is_shuffled: bool = False) -
     return made
 
 
-def _empty_rows(x: Tensor, inner: int, span: int, dtype: torch.dtype, at_least: int, is_shuffled: bool
+def _empty_rows(x: Tensor, inner: int, span: int, dtype: torch.dtype, min_rows: int, is_shuffled: bool
                 ) -> QuantizedRows:  # fmt: skip
-    values = x.new_empty(max(rows_made(len(x), dtype, find_gpu(x.device)), at_least), inner, dtype=dtype)
+    values = x.new_empty(max(rows_made(len(x), dtype, find_gpu(x.device)), min_rows), inner, dtype=dtype)
     scales = x.new_empty(-(-inner // span), len(values), dtype=torch.float32).t()
     return QuantizedRows(values, scales, len(x), is_shuffled)
 

@@ -40,18 +40,20 @@ def choose(rows: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) 
     if block_rows > 64 and (encoding.bits == 8 or num_tiles * -(-rows // block_rows) < 2 * gpu.units):
         block_rows = 64
     tiles = num_tiles * -(-rows // block_rows)
-    most = 4 if encoding.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
+    max_programs = 4 if encoding.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
     splits = _split_linear(tiles, inner, block_rows, encoding, gpu)
     if block_rows == 8:  # long sums are cut further while the parts are long enough to pay
         splits = max(
-            n for n in (splits, 6, 8) if n == splits or splits < n <= min(most * gpu.units // tiles, inner // 1024)
+            n
+            for n in (splits, 6, 8)
+            if n == splits or splits < n <= min(max_programs * gpu.units // tiles, inner // 1024)
         )
-    together = min(-(-tiles * splits // gpu.units), most)
-    least = -(-(encoding.columns or 1) * encoding.bits // (8 * BOX))  # boxes of the columns that share a scale
+    together = min(-(-tiles * splits // gpu.units), max_programs)
+    min_boxes = -(-(encoding.columns or 1) * encoding.bits // (8 * BOX))  # boxes of the columns that share a scale
     memory = min(gpu.shared_memory // together - OTHER_MEMORY, gpu.shared_memory - UNUSED_MEMORY)
     fitting = memory // box_bytes(block_rows, encoding)  # boxes
-    most_boxes = 2 if encoding.values == "e2m1" and block_rows > 8 else 4  # scales of more take registers
-    boxes = max(next((boxes for boxes in (most_boxes, 2) if fitting >= 2 * boxes), 1), least)
+    max_boxes = 2 if encoding.values == "e2m1" and block_rows > 8 else 4  # scales of more take registers
+    boxes = max(next((boxes for boxes in (max_boxes, 2) if fitting >= 2 * boxes), 1), min_boxes)
     return Wgmma(block_rows, boxes, min(max(fitting // boxes, 2), MAX_STAGES), splits)
 
 
@@ -81,11 +83,11 @@ def _split_linear(tiles: int, inner: int, block_rows: int, encoding: WeightEncod
     Of up to 8 rows nearly two for each multiprocessor, since their sums cost little to add up. Of more rows one, and
     twice as many while each has long parts of the columns and there are fewer than one and a half.
     """
-    most, long = (1.9, 0) if block_rows == 8 else (1.5, 1536 if block_rows <= 32 else 2048)  # programs, columns
+    max_programs, long = (1.9, 0) if block_rows == 8 else (1.5, 1536 if block_rows <= 32 else 2048)  # programs, columns
     splits = 1
     while splits < 8 and inner * encoding.bits // 8 >= 2 * splits * MIN_BYTES:
         programs = tiles * splits / gpu.units  # of a multiprocessor
-        if programs >= most or (programs >= 0.95 and inner <= long * splits):
+        if programs >= max_programs or (programs >= 0.95 and inner <= long * splits):
             break
         splits *= 2
     return splits
@@ -105,5 +107,5 @@ def box_bytes(block_rows: int, encoding: WeightEncoding) -> int:
 
 
 def _block_rows(rows: int, encoding: WeightEncoding) -> int:
-    most = 64 if encoding.values == "e2m1" else 128  # a box of e2m1 has four sums, which take registers
-    return min(max(8, 1 << (rows - 1).bit_length()), most)
+    max_rows = 64 if encoding.values == "e2m1" else 128  # a box of e2m1 has four sums, which take registers
+    return min(max(8, 1 << (rows - 1).bit_length()), max_rows)

@@ -177,10 +177,10 @@ def choose_vector(shape: Shape, gpu: Gpu) -> Vector | None:
     return Vector(block_out, warps=min(max(columns // 256, 1), 8), stages=stages, programs=1)
 
 
-def _step_rows(most: int, least: int, out: int, num_steps: int) -> int:
-    """Rows of a weight in a step: at most this many, halved down to the least until there are enough steps."""
-    rows = max(least, most)
-    while rows > least and out < rows * num_steps:
+def _step_rows(max_rows: int, min_rows: int, out: int, num_steps: int) -> int:
+    """Rows of a weight in a step: at most max_rows, halved down to min_rows until there are enough steps."""
+    rows = max(min_rows, max_rows)
+    while rows > min_rows and out < rows * num_steps:
         rows //= 2
     return rows
 
@@ -191,9 +191,9 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
     if element_size > 2 or rows > 32:  # at 64 rows of layers of Qwen3 the library beat what follows
         return None
     # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows, and of 32B's ranks at 32
-    block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.2)
+    block_out, block_inner, warps, min_programs = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.2)
     tiles, splits = -(-out // block_out), 1
-    while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
+    while splits < 8 and tiles * splits < min_programs * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
@@ -210,8 +210,8 @@ def choose_kquants(shape: Shape, gpu: Gpu) -> Vector | None:
     if rows > 1 or chunks > 2:
         return None
     programs = 16 // warps
-    most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or encoding.bits == 8 else 2
-    return Vector(_step_rows(most, gates, out, programs * gpu.units * 9 // 10), warps, stages=1, programs=programs)
+    max_rows = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or encoding.bits == 8 else 2
+    return Vector(_step_rows(max_rows, gates, out, programs * gpu.units * 9 // 10), warps, stages=1, programs=programs)
 
 
 def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:

@@ -167,8 +167,8 @@ def _splits(tile: Matrix, shape: Shape, weight_size: float, gpu: Gpu) -> Iterato
         return
     tiles = triton.cdiv(rows, tile.block_rows) * triton.cdiv(out, tile.block_out)
     possible = [1] + [splits for splits in (2, 4, 8) if triton.cdiv(inner, step) >= 2 * splits and tiles <= MAX_TILES]
-    least, most = (0.45, 4) if rows <= 32 else (0.6, 2)  # programs for each multiprocessor
-    busy = [splits for splits in possible if least <= tiles * splits / gpu.units <= most]
+    min_programs, max_programs = (0.45, 4) if rows <= 32 else (0.6, 2)  # programs for each multiprocessor
+    busy = [splits for splits in possible if min_programs <= tiles * splits / gpu.units <= max_programs]
     for splits in busy or [1 if tiles > gpu.units else possible[-1]]:
         yield tile._replace(splits=splits)
 

@@ -92,6 +92,7 @@ Linears().gated_linear(x, weight, kind="silu")
 """
 
 
+@pytest.mark.slow  # scripts/check-kernels compiles a variant of each kernel
 def test_it_compiles_for_such_a_gpu():
     done = compile_for_hopper(COMPILE)
     assert int(done.stdout) <= H200.shared_memory

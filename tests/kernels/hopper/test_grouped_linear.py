@@ -67,7 +67,8 @@ for gate, own in ((None, ()), (silu, (order, 8))):
 """
 
 
-@pytest.mark.parametrize("share", ["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow  # scripts/check-kernels compiles a variant of each kernel
+@pytest.mark.parametrize("share", ["few", "all"])
 def test_they_compile_for_such_a_gpu(share: str):
     done = compile_for_hopper(COMPILE, share)
     assert done.stdout.count("compiled") == (1 if share == "few" else 2) * (2 + len(FORMATS)) + 2

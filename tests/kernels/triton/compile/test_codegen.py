@@ -433,6 +433,7 @@ for text in Path(folder, "texts").read_text().split("\\n\\n"):
 """
 
 
+@pytest.mark.slow
 def test_gpus_of_two_vendors_get_binaries_that_round_each_result(tmp_path: Path):
     names = ("the start of a model", "a norm of every head", "heads that turn, and a rest that does not",
              "a sum of what was gated")  # fmt: skip

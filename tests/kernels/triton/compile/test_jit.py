@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kernels.compiling import run_program
 from kernels.triton.compile.test_precompile import run  # noqa: F401
 
@@ -73,6 +74,7 @@ print(json.dumps([see() == before, foreign[(1,)].__qualname__ == launch, launche
 """
 
 
+@pytest.mark.slow
 def test_another_library_s_kernels_do_not_see_ours(run: Any, tmp_path: Path):  # noqa: F811
     is_as_it_was, is_launched_the_same, launched, num_compiled, foreign, own = run(FOREIGN, str(tmp_path / "atom"))
     assert is_as_it_was and is_launched_the_same
@@ -95,6 +97,7 @@ print([kernel.cache_key for kernel in kernels])
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_s_key_does_not_depend_on_those_before_it():
     forwards, backwards = (run_program(KEYS, order).stdout for order in ("forwards", "backwards"))
     assert forwards == backwards and forwards.count(",") == 4

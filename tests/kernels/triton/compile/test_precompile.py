@@ -277,6 +277,7 @@ def test_kernels_of_experts_are_compiled_ahead_for_all_rows_that_one_may_have(wa
     assert later == []
 
 
+@pytest.mark.slow
 def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     ahead, _, later, launched = walk("gpt_oss", ALL, hidden_size=64, intermediate_size=96, quantization_config=mxfp4)

@@ -43,8 +43,18 @@ class HubForm(NamedTuple):
 
 
 def with_images(tensors: Tensors) -> Tensors:
-    """Also the tensors of what reads images, and of what drafts."""
-    return tensors | {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.norm.weight": torch.zeros(48)}
+    """Also the tensors of what reads images."""
+    names = (
+        "model.visual.patch_embed.proj.weight",
+        "model.vision_tower.norm.weight",
+        "model.multi_modal_projector.a.bias",
+    )
+    return tensors | {name: torch.zeros(4) for name in names}
+
+
+def with_draft(tensors: Tensors) -> Tensors:
+    """Also the tensors of a layer that drafts."""
+    return tensors | {"mtp.norm.weight": torch.zeros(48)}
 
 
 def own_convolutions(tensors: Tensors) -> Tensors:
@@ -92,12 +102,19 @@ FORMS = {
         fields={"tie_embedding": True, "rope_theta": 1000000.0},
         without=("tie_word_embeddings", "rope_parameters"),
     ),
+    "lfm2_vl": HubForm(
+        f"{VLLM}/lfm2_vl.py; LiquidAI/LFM2-VL-450M",
+        variant="lfm2",
+        fields={"architectures": ["Lfm2VlForConditionalGeneration"]},
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
     "qwen3_next": HubForm(
         f"{VLLM}/qwen3_next.py; Qwen/Qwen3-Next-80B-A3B-Instruct",
         changes={"layer_types": None, "num_hidden_layers": 4, "full_attention_interval": 2},
         fields={"full_attention_interval": 2, "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_scaling": None},
         without=("layer_types", "rope_parameters"),
-        edit=lambda tensors: {**tensors, "mtp.norm.weight": torch.zeros(48)},
+        edit=with_draft,
     ),
     "qwen3_5": HubForm(
         f"{VLLM}/qwen3_5.py; Qwen/Qwen3.5-27B",
@@ -115,7 +132,7 @@ FORMS = {
         without=("layer_types",),
         in_bf16=("A_log", "dt_bias"),
         names={r"^model\.": "model.language_model."},
-        edit=lambda tensors: with_images(stacked_experts(tensors)),
+        edit=lambda tensors: with_images(with_draft(stacked_experts(tensors))),
     ),
     "olmo_hybrid": HubForm(
         f"{VLLM}/olmo_hybrid.py; allenai/Olmo-Hybrid-7B",

@@ -277,6 +277,7 @@ def write_form(name: str, form: HubForm, folder: Path) -> Any:
     return model.eval()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: str, tmp_path: Path):
     form = FORMS[name]

@@ -147,8 +147,8 @@ def attend_keys(
     """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence, as in attend_tile.
 
     newest i32[M]: each row's own position; keys and values of a position lie ROW apart, in the blocks listed at
-    `blocks`; block i32[BLOCK_N]: those of the first turn. Without MASKED every row sees every position, and there are
-    a multiple of BLOCK_N.
+    `blocks`; block i32[BLOCK_N]: those of the first iteration. Without MASKED every row sees every position, and there
+    are a multiple of BLOCK_N.
     """
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)

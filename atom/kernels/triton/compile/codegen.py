@@ -348,10 +348,10 @@ class _Kernel:
         x, cos, sin = node.args
         *head, column = at
         half = int(_type(cos).shape[-1])
-        turn = f"{column} % {2 * half}, {half}, {node.kwargs.get('interleaved', False)}"
-        value, other = self._value(x, at, tile), self._value(x, (*head, f"find_partner({turn})"), tile)
-        cosine, sine = (self._value(each, (f"find_angle({turn})",), tile) for each in (cos, sin))
-        rotated = f"rotate({value}, {other}, {cosine}, {sine}, {turn})"
+        rotation = f"{column} % {2 * half}, {half}, {node.kwargs.get('interleaved', False)}"
+        value, other = self._value(x, at, tile), self._value(x, (*head, f"find_partner({rotation})"), tile)
+        cosine, sine = (self._value(each, (f"find_angle({rotation})",), tile) for each in (cos, sin))
+        rotated = f"rotate({value}, {other}, {cosine}, {sine}, {rotation})"
         return self._rounded(node, f"tl.where({column} < {2 * half}, {rotated}, {value})")
 
 

@@ -55,8 +55,8 @@ def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr,
     pair = tl.program_id(1)
     num: tl.constexpr = BLOCK_O // 2
     first = tl.program_id(0) * num
-    turn = tl.arange(0, BLOCK_O)
-    rows = tl.load(ids + pair) * (2 * WIDTH) + tl.minimum(first + turn // 2, WIDTH - 1) + turn % 2 * WIDTH
+    local = tl.arange(0, BLOCK_O)
+    rows = tl.load(ids + pair) * (2 * WIDTH) + tl.minimum(first + local // 2, WIDTH - 1) + local % 2 * WIDTH
     inner = tl.arange(0, BLOCK_I)
     is_inner = inner < INNER
     tile = tl.load(weight + rows[:, None] * INNER + inner[None, :], mask=is_inner[None, :], other=0.0,

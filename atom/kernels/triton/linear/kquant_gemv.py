@@ -46,12 +46,12 @@ def multiply_kquants(
 
 
 @jit
-def _row_of(first, turn: tl.constexpr, out, KIND: tl.constexpr):
+def _row_of(first, local: tl.constexpr, out, KIND: tl.constexpr):
     """A row of the weight, as `weight_rows` has them; beyond the end the last, since a remainder takes long."""
     if KIND is None:
-        return tl.minimum(first + turn, out - 1).to(tl.int64)
+        return tl.minimum(first + local, out - 1).to(tl.int64)
     else:
-        return (tl.minimum(first + turn // 2, out - 1) + turn % 2 * out).to(tl.int64)
+        return (tl.minimum(first + local // 2, out - 1) + local % 2 * out).to(tl.int64)
 
 
 @jit
@@ -64,8 +64,8 @@ def _load_rows(
     WIDTH: tl.constexpr = triton.next_power_of_2(WORDS) // CHUNKS
     GROUPS: tl.constexpr = WIDTH * PER_WORD // SCALE_COLUMNS
     words, scales, spans = (), (), ()
-    for turn in tl.static_range(BLOCK_O):
-        row = _row_of(first, turn, out, KIND)
+    for local in tl.static_range(BLOCK_O):
+        row = _row_of(first, local, out, KIND)
         for chunk in tl.static_range(CHUNKS):
             word = chunk * WIDTH + tl.arange(0, WIDTH)
             group = chunk * GROUPS + tl.arange(0, GROUPS)
@@ -220,12 +220,12 @@ def _kquant_gemv_kernel(
             HAS_MINIMA,
         )  # fmt: skip
         accs = ()
-        for turn in tl.static_range(BLOCK_O):
+        for local in tl.static_range(BLOCK_O):
             acc = tl.zeros([GROUPS], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                product = _multiply_words(words[turn * CHUNKS + chunk], x[chunk], PER_WORD, PDL)
-                factors = spans[turn * CHUNKS + chunk]
-                scale, minimum = multiply_spans(scales[turn * CHUNKS + chunk], factors, HAS_MINIMA)
+                product = _multiply_words(words[local * CHUNKS + chunk], x[chunk], PER_WORD, PDL)
+                factors = spans[local * CHUNKS + chunk]
+                scale, minimum = multiply_spans(scales[local * CHUNKS + chunk], factors, HAS_MINIMA)
                 acc += (_sum_groups(product, GROUPS) * UP + shifts[chunk]) * scale
                 if HAS_MINIMA:
                     acc += minimum * sums[chunk]

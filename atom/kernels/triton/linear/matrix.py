@@ -237,8 +237,8 @@ def _matrix_kernel(
     BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
     IS_SCALED: tl.constexpr = has_spans(FACTOR)  # before it is multiplied
     PARTS: tl.constexpr = 1 if IS_SCALED else parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
-    turn = tl.arange(0, PARTS * BLOCK_T)
-    row = tl.program_id(0) * BLOCK_T + (turn if PARTS == 1 else turn % BLOCK_T)
+    local = tl.arange(0, PARTS * BLOCK_T)
+    row = tl.program_id(0) * BLOCK_T + (local if PARTS == 1 else local % BLOCK_T)
     if PER_BYTE == 1:
         x_row = x_ptr + row * x_stride
     else:
@@ -246,7 +246,7 @@ def _matrix_kernel(
     is_row = row < rows
     mask = is_row
     if PARTS > 1:
-        mask &= (tl.arange(0, BLOCK_C) // (BLOCK_C // PARTS))[:, None] == turn // BLOCK_T
+        mask &= (tl.arange(0, BLOCK_C) // (BLOCK_C // PARTS))[:, None] == local // BLOCK_T
     if GROUPS == 1:
         column = begin + tl.arange(0, BLOCK_C)
         acc = tl.zeros([BLOCK_O, PARTS * BLOCK_T], tl.float32)
@@ -298,13 +298,13 @@ def _matrix_kernel(
                     BLOCKS, FACTOR,
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
-                acc += product * _spread(scales, turn // BLOCK_T, PARTS)
+                acc += product * _spread(scales, local // BLOCK_T, PARTS)
                 if HAS_MINIMA:
                     offsets = _load_offsets(
                         zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
                         BLOCKS, VALUES,
                     )  # fmt: skip
-                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)
+                    acc += _spread(offsets, local // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)
                 scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)

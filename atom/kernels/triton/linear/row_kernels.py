@@ -153,8 +153,10 @@ def load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
 @jit
 def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
     """The rows of the weight, i64, for the outputs from first on; if gated, gate and up projections alternate."""
-    turn = tl.arange(0, BLOCK_O)
-    row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
+    local = tl.arange(0, BLOCK_O)
+    row = (
+        (first + local) % out if KIND is None else (first + local // 2) % out + local % 2 * out
+    )  # no row beyond the end
     return row.to(tl.int64)
 
 

@@ -1,7 +1,8 @@
 """Benchmark the embedded model on a CPU, and write the CPU tables of docs/performance.md.
 
 Rows that were measured replace those in docs/results/cpu; docs/benchmarks.md says what a row measures. --llama-cpp
-also times llama.cpp, from the package xllamacpp, on the same file. Exits with 1 if a bound that we promise is missed.
+also times llama.cpp, from the package xllamacpp, on the same file and on a hybrid of random weights. Exits with 1 if a
+bound that we promise is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.graph import TORCH_DTYPES
 from atom.measurement.hardware import describe_cpus
+from scripts import lfm2_gguf
 from scripts.bench_results import Origin, Result, find_origin, save, shorten
 
 NUM_IN, NUM_OUT, NUM_PREFILL = 64, 128, 512
+HYBRID_PREFILLS = (512, 2048)
 XLLAMACPP = Path(sys.prefix) / "llama-cpp"  # where scripts/bench-cpu puts the package
 
 
@@ -201,29 +204,45 @@ class Rival:
         self.process.communicate()
 
 
-def compare(file: str, runs: int, threads: int, generator: torch.Generator) -> dict[str, Any]:
-    """Decodes and prefills a second and memory of atom and llama.cpp, of one request at a time."""
+def compare(
+    file: str, runs: int, threads: int, generator: torch.Generator, name: str = "llama_cpp",
+    prefills: Sequence[int] = (NUM_PREFILL,),
+) -> dict[str, Any]:  # fmt: skip
+    """Decodes and prefills a second and memory of atom and llama.cpp, of one request at a time.
+
+    name: what the figures' names begin with; of further prefills, they end with the number of tokens
+    """
     rivals = {"atom": Rival(ATOM, file, threads), "llama_cpp": Rival(LLAMA_CPP, file, threads)}
 
     def decode_rate(rival: Rival) -> float:
         prompt = torch.randint(100, 40000, (NUM_IN,), generator=generator).tolist()
         return (NUM_OUT - 1) / rival.answer(prompt, NUM_OUT)[1]
 
-    def prefill_rate(rival: Rival) -> float:
-        prompt = torch.randint(100, 40000, (NUM_PREFILL,), generator=generator).tolist()
-        return NUM_PREFILL / rival.answer(prompt, 1)[0]
+    def prefill_rate(rival: Rival, count: int = NUM_PREFILL) -> float:
+        prompt = torch.randint(100, 40000, (count,), generator=generator).tolist()
+        return count / rival.answer(prompt, 1)[0]
+
+    measures = {"decode": decode_rate, "prefill": prefill_rate}
+    measures |= {f"prefill_{count}": partial(prefill_rate, count=count) for count in prefills if count != NUM_PREFILL}
 
     result = {}
     try:
-        for name, measure in (("decode", decode_rate), ("prefill", prefill_rate)):
+        for what, measure in measures.items():
             rates = alternate(runs, *(partial(measure, rival) for rival in rivals.values()))
-            result[name] = dict(zip(rivals, rates, strict=True)) | {"ratio": rates[0] / rates[1]}
+            result[what] = dict(zip(rivals, rates, strict=True)) | {"ratio": rates[0] / rates[1]}
         sizes = [rival.resident() / 1e6 for rival in rivals.values()]
         result["resident_MB"] = dict(zip(rivals, sizes, strict=True)) | {"ratio": sizes[0] / sizes[1]}
     finally:
         for rival in rivals.values():
             rival.close()
-    return {f"llama_cpp_{name}": values for name, values in result.items()}
+    return {f"{name}_{what}": values for what, values in result.items()}
+
+
+def compare_hybrid(runs: int, threads: int, generator: torch.Generator) -> dict[str, Any]:
+    """The same on a file of LFM2-350M's shape with random weights in Q8_0."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = lfm2_gguf.write(Path(folder) / "lfm2.gguf")
+        return compare(str(file), runs, threads, generator, "llama_cpp_hybrid", HYBRID_PREFILLS)
 
 
 def alternate(runs: int, *timed: Callable[[], float]) -> list[float]:
@@ -249,10 +268,17 @@ def missed(result: dict[str, Any]) -> list[str]:
     return [bound for bound, holds in bounds.items() if not holds]
 
 
+SMOLLM2 = "SmolLM2-135M"
 LLAMA_CPP_ROWS = {
     "llama_cpp_decode": ("decode, 1 request", "tok/s"),
     "llama_cpp_prefill": ("prefill of 512 tokens", "tok/s"),
     "llama_cpp_resident_MB": ("resident memory", "MB"),
+}
+HYBRID_ROWS = {
+    "llama_cpp_hybrid_decode": ("decode, 1 request", "tok/s"),
+    "llama_cpp_hybrid_prefill": ("prefill of 512 tokens", "tok/s"),
+    "llama_cpp_hybrid_prefill_2048": ("prefill of 2048 tokens", "tok/s"),
+    "llama_cpp_hybrid_resident_MB": ("resident memory", "MB"),
 }
 
 
@@ -261,7 +287,7 @@ def rows_of(result: dict[str, Any], origin: Origin) -> dict[str, Result]:
 
     def row(model: str, what: str, value: float, unit: str, **compared: float) -> Result:
         found: Result = {
-            "model": f"SmolLM2-135M {model}",
+            "model": model,
             "load": what,
             "value": shorten(value),
             "unit": unit,
@@ -274,15 +300,19 @@ def rows_of(result: dict[str, Any], origin: Origin) -> dict[str, Result]:
     for name, requests in {"decode_1": "1 request", "decode_16": "16 requests"}.items():
         found = result[name]
         others = {"transformers": found["transformers"], "level_1": found["level_1"]}
-        rows[name] = row("bf16", f"decode, {requests}", found["atom"], "tok/s", **others)
+        rows[name] = row(f"{SMOLLM2} bf16", f"decode, {requests}", found["atom"], "tok/s", **others)
         rows[name]["share_of_limit"] = round(found["share_of_read_limit"], 4)
     start, memory = result["start_to_first_token_s"], result["peak_memory_MB"]
-    rows["start"] = row("bf16", "start to first token, warm", start["level_2"], "s", level_1=start["level_1"])
-    rows["compile"] = row("bf16", "compilation, empty cache", result["cold_compile_s"], "s")
-    rows["memory"] = row("bf16", "peak memory, 16 requests, KV pool of 1 GiB", memory["resident"], "MB")
-    for name, (what, unit) in LLAMA_CPP_ROWS.items():
-        if found := result.get(name):
-            rows[name] = row("Q4_1", what, found["atom"], unit, **{"llama.cpp": found["llama_cpp"]})
+    rows["start"] = row(
+        f"{SMOLLM2} bf16", "start to first token, warm", start["level_2"], "s", level_1=start["level_1"]
+    )
+    rows["compile"] = row(f"{SMOLLM2} bf16", "compilation, empty cache", result["cold_compile_s"], "s")
+    rows["memory"] = row(f"{SMOLLM2} bf16", "peak memory, 16 requests, KV pool of 1 GiB", memory["resident"], "MB")
+    compared = ((f"{SMOLLM2} Q4_1", LLAMA_CPP_ROWS), ("LFM2-350M Q8_0", HYBRID_ROWS))
+    for model, each in compared:
+        for name, (what, unit) in each.items():
+            if found := result.get(name):
+                rows[name] = row(model, what, found["atom"], unit, **{"llama.cpp": found["llama_cpp"]})
     return rows
 
 
@@ -328,6 +358,7 @@ def main() -> int:
     if options.llama_cpp:
         file = open_for(load([]), SilentProgress(), weights=False).location
         result |= compare(file, options.runs, torch.get_num_threads(), generator)
+        result |= compare_hybrid(options.runs, torch.get_num_threads(), generator)
     save("cpu", result["cpu"], rows_of(result, find_origin(versions)))
     if options.json:
         print(json.dumps(result))

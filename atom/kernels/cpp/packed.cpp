@@ -13,6 +13,9 @@
 //
 // e4m3 and e2m1 become float32 by shifting their bits, 2^-120 and 2^-126 times their value: x and the scales are larger by
 // half of that each. Sums are in float32.
+//
+// With AVX2 only, more than a few rows of 16 bits are multiplied by integers as 16-bit integers, blocks of 32 columns summed
+// in 32 bits.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -395,6 +398,131 @@ template <class T> void multiply_by_panels(const Layout &layout, const uint8_t *
   });
 }
 
+/// Calls f<M>(row) for the rows in groups of M, the last ones in smaller groups.
+template <class F> void by_rows(int64_t rows, const F &f) {
+  int64_t row = 0;
+  auto step = [&]<int M>() {
+    for (; row + M <= rows; row += M)
+      f.template operator()<M>(row);
+  };
+  step.template operator()<4>();
+  step.template operator()<2>();
+  step.template operator()<1>();
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// products of pairs of 16 bits, of which a core adds twice as many as of float32
+constexpr int64_t BLOCK = 32;     // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
+
+/// x in 16 bits, as multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is lost, but
+/// below 2^-16 of the block's largest number.
+struct Shorts {
+  std::vector<int16_t> numbers;    // groups of M rows, [inner / 2, M, 2]
+  std::vector<float> scales, sums; // [rows, blocks], of the numbers of x
+};
+
+template <class T> Shorts shorten(const T *x, int64_t rows, int64_t inner) {
+  const int64_t blocks = inner / BLOCK;
+  Shorts made{std::vector<int16_t>(rows * inner), std::vector<float>(rows * blocks), std::vector<float>(rows * blocks)};
+  torch::stable::parallel_for(0, blocks, 4, [&](int64_t begin, int64_t end) {
+    by_rows(rows, [&]<int M>(int64_t first) {
+      for (int64_t block = begin; block < end; ++block)
+        for (int m = 0; m < M; ++m) {
+          float wide[BLOCK], largest = 0;
+          for (int64_t i = 0; i < BLOCK; ++i) {
+            wide[i] = widen(x[(first + m) * inner + block * BLOCK + i]);
+            largest = std::max(largest, std::abs(wide[i]));
+          }
+          const float total = sum(wide, BLOCK);
+          int exponent = 0;
+          std::frexp(largest, &exponent);
+          exponent = std::max(exponent, -100);
+          const bool is_finite = std::isfinite(total);
+          const float factor = is_finite ? std::ldexp(1.0f, 15 - exponent) : 0.0f;
+          int16_t *to = made.numbers.data() + first * inner + block * BLOCK * M + m * 2;
+          for (int64_t i = 0; i < BLOCK; ++i)
+            to[i / 2 * M * 2 + i % 2] = is_finite ? (int16_t)std::clamp(wide[i] * factor, -32767.0f, 32767.0f) : 0;
+          made.scales[(first + m) * blocks + block] = is_finite ? std::ldexp(1.0f, exponent - 15) : NAN;
+          made.sums[(first + m) * blocks + block] = total;
+        }
+    });
+  });
+  return made;
+}
+
+/// A panel's integers, the pairs of two columns side by side: y [inner / 2, 16]; scales and minima of blocks.
+template <Kind K> void unpack_pairs(const Layout &layout, const uint8_t *panel, Ints *y, Floats *block_scales, Floats *block_minima) {
+  Scales scales(layout);
+  const float middle = layout.middle;
+  for (int64_t g = 0; g < layout.num_groups(); ++g) {
+    const auto [scale, minimum] = scales.take(panel);
+    const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
+    for (int64_t block = g * layout.group / BLOCK; block < end / BLOCK; ++block)
+      block_scales[block] = scale, block_minima[block] = minimum;
+    Ints even{};
+    for (int64_t i = g * layout.group; i < end; i += columns_of(K)) {
+      decode<K>(panel, [&](int column, Floats values) {
+        const Ints numbers = convert<Ints>(has_middle(K) ? values - middle : values);
+        if ((i + column) % 2)
+          y[(i + column) / 2] = (even & 0xFFFF) | numbers << 16;
+        else
+          even = numbers;
+      });
+      panel += bytes_of(K);
+    }
+  }
+}
+
+/// y = panel x of M rows. pairs of unpack_pairs, x of a group of Shorts, scales of its rows
+template <int M> void multiply_pairs(const Ints *pairs, const Floats *block_scales, int64_t blocks, const int16_t *x, const float *scales, Floats *y) {
+  Floats total[M] = {};
+  for (int64_t block = 0; block < blocks; ++block) {
+    __m256i sums[M][2] = {};
+    for (int64_t pair = 0; pair < BLOCK / 2; ++pair, ++pairs, x += 2 * M) {
+      const __m256i low = _mm256_loadu_si256((const __m256i *)pairs), high = _mm256_loadu_si256((const __m256i *)pairs + 1);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const __m256i both = _mm256_set1_epi32(load<int32_t>(x + 2 * m));
+        sums[m][0] = _mm256_add_epi32(sums[m][0], _mm256_madd_epi16(low, both));
+        sums[m][1] = _mm256_add_epi32(sums[m][1], _mm256_madd_epi16(high, both));
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      total[m] += convert<Floats>(Ints{(decltype(Ints::low))sums[m][0], (decltype(Ints::low))sums[m][1]}) * (block_scales[block] * scales[m * blocks + block]);
+  }
+  for (int m = 0; m < M; ++m)
+    y[m] = total[m];
+}
+
+/// Multiply more rows of 16 bits by a panel of integers at a time.
+template <class T> void multiply_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t inner = layout.inner, blocks = inner / BLOCK;
+  const Shorts shorts = shorten(x, rows, inner);
+  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Ints> pairs(inner / 2);
+    std::vector<Floats> scales(blocks), minima(blocks), made(rows);
+    for (int64_t p = begin; p < end; ++p) {
+      by_kind(layout.kind, [&]<Kind K>() {
+        if constexpr (K != FP8 && K != FP4)
+          unpack_pairs<K>(layout, panels + p * layout.panel_size(), pairs.data(), scales.data(), minima.data());
+      });
+      by_rows(rows, [&]<int M>(int64_t row) {
+        multiply_pairs<M>(pairs.data(), scales.data(), blocks, shorts.numbers.data() + row * inner, shorts.scales.data() + row * blocks, made.data() + row);
+      });
+      if (layout.has_minima)
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t block = 0; block < blocks; ++block)
+            made[row] += minima[block] * shorts.sums[row * blocks + block];
+      write(layout, p, made.data(), 1.0f, bias, rows, y);
+    }
+  });
+}
+
+bool takes_shorts(const Layout &layout) {
+  return layout.kind != FP8 && layout.kind != FP4 && layout.inner % BLOCK == 0 && layout.group % BLOCK == 0;
+}
+#endif
+
 /// Multiply many rows of Ts by numbers that are unpacked to Ts first, some panels at a time, in oneDNN.
 template <class T> void multiply_many(const Layout &layout, const uint8_t *panels, const Tensor &x, const std::optional<Tensor> &bias, Tensor &y) {
   const int64_t at_once = std::clamp(AT_ONCE / (layout.inner * ROWS), int64_t{1}, layout.num_panels());
@@ -452,6 +580,11 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
     else if constexpr (HAS_SHORT_PRODUCTS)
       multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
     else {
+#if defined(__AVX2__)
+      if constexpr (!std::is_same_v<T, float>)
+        if (takes_shorts(layout))
+          return multiply_shorts<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+#endif
       const Tensor wide = as_floats(x);
       multiply_by_panels<T>(layout, elements<uint8_t>(panels), elements<float>(wide), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
     }

@@ -150,6 +150,17 @@ def test_a_weight_that_is_nan_gives_nan_in_its_row_only(fmt: str, rows: int):
     assert made.isnan().sum() == 2 * rows
 
 
+@pytest.mark.parametrize("fmt", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_leaves_the_others_as_they_are(fmt: str, number: float):
+    weight, x = shuffle(draw(fmt, 48, 64), "panels"), torch.randn(40, 64).bfloat16()
+    expected = run(ops.linear, x, weight)
+    x[3, 5] = number
+    made = run(ops.linear, x, weight)
+    assert not made[3].isfinite().any()
+    assert torch.equal(made[torch.arange(40) != 3], expected[torch.arange(40) != 3])
+
+
 @pytest.mark.parametrize("rows", [7, 80])
 @pytest.mark.parametrize(
     "fmt", ["q4_1", "int4[1, 32]", "int8[1, *]", "fp8[1, *]", "fp8[128, 128]", "mxfp4", "ct_nvfp4", "q4_k", "q6_k"]

@@ -74,7 +74,7 @@ def convert(
             array, scale = divide(array)
             writer.add_tensor(mapped.replace(".weight", ".scale"), scale)
             writer.add_tensor(mapped.replace(".weight", ".input_scale"), np.ones_like(scale))
-        if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
+        if rounded and tensor.ndim > 1 and "mlp.gate." not in name and "conv1d" not in name:
             fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
             kind = gguf.GGMLQuantizationType[rounded if fits else SMALLER[rounded]]
             is_drawn = kind.name in FACTORS

@@ -96,6 +96,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "head_dim": 16,
 }
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "rope_parameters": YARN}
 
 
@@ -106,6 +107,7 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_
         ("deepseek_v3", SIZES | LATENT, {}),
         ("deepseek_v3", SIZES | LATENT, {"old_mla": True}),
         ("gpt_oss", SIZES, {}),
+        ("qwen3_5", SIZES | DELTA, {}),
     ],
 )
 def test_packed_tensors_are_those_that_they_round_to(

@@ -90,8 +90,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    config = load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", *overrides])
-    return replace(config, serve=replace(config.serve, method="mtp"))
+    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.method=mtp", *overrides])
 
 
 def load_all(graph: Graph, config: Config, coordinates: dict[str, int] | None = None) -> dict[Any, Any]:

@@ -42,7 +42,7 @@ def test_fewer_layers_than_the_checkpoint_has_keep_their_types(tmp_path: Path):
         (
             "lfm2",
             {"layer_types": ["conv", "mamba", "conv"]},
-            "model.layer_types: layer type mamba is not supported (supported: full_attention, sliding_attention, conv)",
+            "model.layer_types: layer type mamba is not supported (supported: full_attention, sliding_attention, conv, linear_attention)",
         ),
         ("lfm2", {"layer_types": "conv"}, "model.layer_types=conv is not a list of texts"),
         (

@@ -137,7 +137,8 @@ def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> It
         yield "  KV", f"{_longest(config)} {does}: after the weights there is room for {room}"
     else:
         yield "  weights", f"do not fit: they need at least {gpu['gpus_for_weights']} such GPUs"
-    yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over weights and KV"
+    read = "weights, KV and states" if "state_slots" in gpu else "weights and KV"
+    yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over {read}"
     if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
         shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
         yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"

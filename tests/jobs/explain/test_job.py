@@ -438,6 +438,17 @@ def test_with_drafts_a_sequence_has_a_state_of_each_position_that_may_be_next(ru
     assert f"recurrent state  {size * 3 / 1024:.1f} KiB a sequence (3 states), room for 4 sequences and " in drafting
 
 
+def test_a_gpu_reads_and_writes_the_states_of_requests(run: Any, explain: Any, checkpoints: Any):
+    model = f"checkpoint={checkpoints('lfm2')}", "device=cpu", "dtype=bf16", "level=0", "job.gpu=h200"
+    _, text, _ = run(*model)
+    assert "its bandwidth over weights, KV and states" in text
+    gpu = explain(*model)["gpu"]
+    one, many = (each["requests"] / each["tokens_per_second"] for each in gpu["decode"])
+    kv = 2 * 2 * 12 * 2 * 1024  # keys and values of one layer, of contexts of 1,024 tokens
+    states = 2 * (3 - 1) * 48 * 2 * 2  # of two layers, read and written
+    assert many - one == pytest.approx(31 * (kv + states) / gpu["bandwidth"], rel=1e-6)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: Any, explain: Any, published: Any):

@@ -412,7 +412,8 @@ template <class F> void by_rows(int64_t rows, const F &f) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // products of pairs of 16 bits, of which a core adds twice as many as of float32
-constexpr int64_t BLOCK = 32;     // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
+constexpr int64_t SHORT_ROWS = 512; // at a time
+constexpr int64_t BLOCK = 32;       // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
 
 /// x in 16 bits, as multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is lost, but
 /// below 2^-16 of the block's largest number.
@@ -494,8 +495,8 @@ template <int M> void multiply_pairs(const Ints *pairs, const Floats *block_scal
     y[m] = total[m];
 }
 
-/// Multiply more rows of 16 bits by a panel of integers at a time.
-template <class T> void multiply_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+/// Multiply some rows of 16 bits by a panel of integers at a time.
+template <class T> void multiply_some_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
   const int64_t inner = layout.inner, blocks = inner / BLOCK;
   const Shorts shorts = shorten(x, rows, inner);
   torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
@@ -516,6 +517,12 @@ template <class T> void multiply_shorts(const Layout &layout, const uint8_t *pan
       write(layout, p, made.data(), 1.0f, bias, rows, y);
     }
   });
+}
+
+/// The same of any number of rows: of so many at a time that each panel finds them in the last cache.
+template <class T> void multiply_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  for (int64_t row = 0; row < rows; row += SHORT_ROWS)
+    multiply_some_shorts(layout, panels, x + row * layout.inner, bias, std::min(SHORT_ROWS, rows - row), y + row * layout.out);
 }
 
 bool takes_shorts(const Layout &layout) {

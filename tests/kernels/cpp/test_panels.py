@@ -127,6 +127,15 @@ def test_a_weight_of_many_panels_is_unpacked_in_parts():
     assert relative_error(run(ops.linear, x, laid_out, bias), truth) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [511, 512, 513, 1030])
+def test_very_many_rows_are_multiplied_some_at_a_time(rows: int):
+    weight = draw("q4_1", 40, 64)
+    x, laid_out, bias = torch.randn(rows, 64).bfloat16(), shuffle(weight, "panels"), torch.randn(40).bfloat16()
+    truth, made = x.float() @ unpack("q4_1", weight.parts).T + bias.float(), run(ops.linear, x, laid_out, bias).float()
+    errors = (made - truth).norm(dim=1) / truth.norm(dim=1)  # of each row
+    assert errors.max() < 1e-2
+
+
 def test_x_may_be_a_view_with_gaps():
     weight = draw("int8[1, *]", 48, 64, dtype=torch.float32)
     x = torch.randn(5, 200)[:, 3:67]

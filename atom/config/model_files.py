@@ -194,6 +194,9 @@ def parse_once(text: str) -> Any:
     return parse_yaml(text)
 
 
+SHARED = "ForConditionalGeneration"  # ends the architectures whose text may be of one family or another
+
+
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
     """The model file with its own checkpoint: the named one, else the only one."""
     candidates = [file for file in files if file.spec.get("embedded")]
@@ -224,6 +227,9 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         what = "name" if is_gguf else "list of names"
         raise CheckpointError(f"{checkpoint}: {found} is not a {what}; mend it, or choose with model=NAME")
     matching = {file.name: file for name, file in known if name in names}
+    shared = not is_gguf and any(name.endswith(SHARED) for name in names)
+    if matching and shared:
+        matching = taking_text(matching, hf.get("model_type"), f"{checkpoint} has the architecture {', '.join(names)}")
     if not matching:
         all_names = {name for name, _ in known if name}
         found = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
@@ -243,6 +249,19 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
     return exact[0]
+
+
+def taking_text(matching: Mapping[str, ModelFile], model_type: Any, found: str) -> dict[str, ModelFile]:
+    """Of the files for a model that also reads images those that take its text."""
+    types = {name: file.spec.get("model_types") or () for name, file in matching.items()}
+    taking = {name: file for name, file in matching.items() if not types[name] or model_type in types[name]}
+    if not taking:
+        known = ", ".join(sorted({each for of_file in types.values() for each in of_file}))
+        raise UnsupportedError(
+            f"{found} with text of model_type {json.dumps(model_type)} (supported: {known}); "
+            "docs/add-a-model.md shows how to write a YAML file for another"
+        )
+    return taking
 
 
 def nearest_architectures(names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -183,6 +183,15 @@ def test_of_two_files_the_model_type_decides(write: Write, conf: Callable[[str, 
         assert load([f"checkpoint={write(model_type=kind)}"], config_dirs=[folder]).model.name == name
 
 
+def test_the_text_of_a_model_that_reads_images_chooses_the_file(write: Write):
+    shared = {"architectures": ["InternVLForConditionalGeneration"]}
+    for kind, name in (("qwen2", "qwen2"), ("qwen3", "qwen3")):
+        assert load([f"checkpoint={write(**shared, model_type=kind)}"]).model.name == name
+    message = r'InternVLForConditionalGeneration with text of model_type "internlm2" \(supported: internvl, .*, qwen3,'
+    with pytest.raises(UnsupportedError, match=message):
+        load([f"checkpoint={write(**shared, model_type='internlm2')}"])
+
+
 def test_a_value_that_differs_between_layers_is_refused(write: Write):
     folder = write(num_experts=[8, 8, 8], moe_topk=[1, 2, 2])
     with pytest.raises(UnsupportedError, match=r"moe_topk in its config\.json differs between layers"):
@@ -926,6 +935,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "exaone_moe": ("tagged_json", "think"),
     "glm4_moe": ("glm45", "think"),
     "glm4_moe_lite": ("glm45", "think"),
+    "glm4v_moe": ("glm45", "think"),
     "gpt_oss": ("harmony", None),
     "granite": ("granite", None),
     "granitemoe": ("granite", None),
@@ -935,11 +945,13 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "hunyuan_dense": (None, "think"),
     "hunyuan_moe": (None, "think"),
     "kimi_k2": ("kimi_k2", "think"),
+    "kimi_k25": ("kimi_k2", "think"),
     "llama": ("python_tag", None),
     "minimax_m2": ("minimax_m2", "think"),
     "ministral": ("mistral", None),
     "ministral3": ("mistral", None),
     "mistral": ("mistral", None),
+    "mistral4": ("mistral", None),
     "mixtral": ("mistral", None),
     "olmo3": ("olmo3", "think"),
     "qwen2": ("tagged_json", "think"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -186,11 +187,17 @@ def test_a_search_path_that_is_no_list_of_folders_is_refused(text: str):
 
 def test_the_page_lists_the_architectures_of_all_model_files(request: pytest.FixtureRequest):
     rows = {}
-    for path in sorted((DOCS.parent / "conf" / "model").glob("*.yaml")):
-        spec = yaml.safe_load(path.read_text())
-        for name in spec.get("architectures", []) if spec.get("auto", True) else []:
-            types = ", ".join(f"`{each}`" for each in spec.get("model_types", []))
-            rows[f"| `{name}` | `{path.stem}` | {types} |\n"] = name.lower()
+    specs = {path.stem: yaml.safe_load(path.read_text()) for path in (DOCS.parent / "conf" / "model").glob("*.yaml")}
+    listed = [
+        (name, file)
+        for file, spec in sorted(specs.items())
+        for name in (spec.get("architectures", []) if spec.get("auto", True) else [])
+    ]
+    counts = Counter(name for name, _ in listed)
+    for name, file in listed:
+        chooses = counts[name] > 1 or name.endswith("ForConditionalGeneration")
+        types = ", ".join(f"`{each}`" for each in specs[file].get("model_types", []) if chooses)
+        rows[f"| `{name}` | `{file}` | {types} |\n"] = name.lower()
     table = "".join(sorted(rows, key=lambda row: (rows[row], row)))
     heading = "| architecture | model file | only of `model_type` |\n|---|---|---|\n"
     check_block("checkpoints.md", "architectures", heading + table, request)

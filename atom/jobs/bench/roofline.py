@@ -143,7 +143,7 @@ class Recurrence(NamedTuple):
 
     def work(self, step: Step) -> Work:
         rule, num_bytes = self.state
-        num_written = len(step.decodes) + len(step.chunks)
+        num_written = len(step.decodes) + step.num_drafts + len(step.chunks)  # of a draft too, which may be accepted
         return Work(float((num_read(rule, step) + num_written) * num_bytes), float(step.num_tokens * self.flops))
 
 

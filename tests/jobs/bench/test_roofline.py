@@ -97,6 +97,10 @@ def test_the_states_of_recurrent_layers_are_read_and_written(costs_of: Any):
     entry = state * 4 + inputs * 2
     token = state * 6 + inputs * 2
     assert step_work(costs, decode(300, 7))["recurrent"] == Work(3 * 2 * 2 * entry, 3 * 2 * token)
+    drafting = Step(0.0, array("q", [300]), [], 3, num_drafts=2)
+    assert step_work(costs, drafting)["recurrent"] == Work(3 * (1 + 3) * entry, 3 * 3 * token), (
+        "one is read, three written"
+    )
     first = Step(0.0, array("q"), [(0, 100)], 1)
     assert step_work(costs, first)["recurrent"] == Work(3 * entry, 3 * 100 * token), "nothing is read at the start"
     assert step_work(costs_of(QWEN3_06B), decode(300, 7))["recurrent"] == Work()

@@ -411,6 +411,7 @@ template <class F> void by_rows(int64_t rows, const F &f) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+#define HAS_INTEGER_PRODUCTS // of rows of 16 bits
 // products of pairs of 16 bits, of which a core adds twice as many as of float32
 constexpr int64_t SHORT_ROWS = 512; // at a time
 constexpr int64_t BLOCK = 32;       // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
@@ -587,7 +588,7 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
     else if constexpr (HAS_SHORT_PRODUCTS)
       multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
     else {
-#if defined(__AVX2__)
+#ifdef HAS_INTEGER_PRODUCTS
       if constexpr (!std::is_same_v<T, float>)
         if (takes_shorts(layout))
           return multiply_shorts<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));

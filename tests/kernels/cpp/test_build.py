@@ -1,0 +1,28 @@
+"""The C++ sources are valid for every instruction set that they have code for, whichever this CPU has."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.kernels.cpp.build import FLAGS, FOLDER, SOURCES, find_compiler
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instruction sets of x86-64")
+
+
+@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
+def test_sources_are_valid_for(instructions: str) -> None:
+    """Without AVX, with AVX2, AVX512, and AVX512 of 16 bits: a library that does not compile only makes atom slower."""
+    compiler = find_compiler()
+    assert compiler is not None, "the dev setup installs g++"
+    flags = [flag for flag in FLAGS if flag not in ("-O3", "-march=native", "-shared")]
+    include = Path(torch.__file__).parent / "include"
+    command = [compiler, *flags, f"-march={instructions}", "-fsyntax-only", f"-I{include}"]
+    ended = subprocess.run(
+        [*command, *(str(FOLDER / source) for source in SOURCES)], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,7 @@ WORD = re.compile(r"qv\d+q")  # a value, or text around calls: it must never be 
 PART = re.compile(r"(<[^<>]*>|\[[A-Z_]+\]|qv\d+q|\w+|\s|.)", re.DOTALL)
 
 STRAY = [*'{}[]()<>",:;=\\/\n\'` e1-', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<parameter=a>", "</parameter>",
-         "</function>", '"arguments": null', '{"name": "f"}', "<|call|>", "<|channel|>", "null", "]}", "\\u12"]  # fmt: skip
+         "</function>", '"arguments": null', '{"name": "f"}', "<|call|>", "<|channel|>", "null", "]}", "\\u12", '<|"|>']  # fmt: skip
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -88,7 +88,9 @@ def tagged(call: str, parameter: str, between: str = "\n") -> Callable[[Calls], 
         texts = []
         for name, values in calls:
             written = (
-                parameter.replace("KEY", key).replace("VALUE", value if isinstance(value, str) else as_json(value))
+                parameter.replace("KEY", key)
+                .replace("IS_STRING", as_json(isinstance(value, str)))
+                .replace("VALUE", value if isinstance(value, str) else as_json(value))
                 for key, value in values.items()
             )
             texts.append(call.replace("NAME", name).replace("PARAMETERS", "".join(f"{each}\n" for each in written)))
@@ -97,11 +99,29 @@ def tagged(call: str, parameter: str, between: str = "\n") -> Callable[[Calls], 
     return write
 
 
+def as_fields(value: Any) -> str:
+    """JSON with bare keys, and strings in quotes of their own."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_fields(each)}" for key, each in value.items()) + "}"
+    return f"[{','.join(map(as_fields, value))}]" if isinstance(value, list) else as_json(value)
+
+
+def fields(calls: Calls) -> str:
+    """Each call with its arguments as fields."""
+    return "".join(f"<|tool_call>call:{name}{as_fields(arguments)}<tool_call|>" for name, arguments in calls)
+
+
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "json": listed("[TOOL_CALLS] "),
     "tagged_json": each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),
+    "longcat": each('<longcat_tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</longcat_tool_call>'),
     "python_tag": each('<|python_tag|>{"name": "NAME", "parameters": ARGUMENTS}', "; "),
     "pythonic": python("[", ", ", "]"),
+    "lfm2": python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "llama4": python("<|python_start|>[", ", ", "]<|python_end|>"),
+    "gemma4": fields,
     "olmo3": python("<function_calls>", "\n", "</function_calls>"),
     "mistral": each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", ""),
     "granite": listed("<|tool_call|>"),
@@ -124,6 +144,21 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
         + "<|tool_calls_section_end|>"
     ),
     "glm45": tagged("<tool_call>NAME\nPARAMETERS</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>"),
+    "hy_v3": lambda calls: (
+        "<tool_calls>\n"
+        + tagged(
+            "<tool_call>NAME<tool_sep>\nPARAMETERS</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>"
+        )(calls)
+        + "\n</tool_calls>"
+    ),
+    "deepseek_v32": lambda calls: (
+        "<｜DSML｜function_calls>\n"
+        + tagged(
+            '<｜DSML｜invoke name="NAME">\nPARAMETERS</｜DSML｜invoke>',
+            '<｜DSML｜parameter name="KEY" string="IS_STRING">VALUE</｜DSML｜parameter>',
+        )(calls)
+        + "\n</｜DSML｜function_calls>"
+    ),
     "minimax_m2": lambda calls: (
         "<minimax:tool_call>\n"
         + tagged('<invoke name="NAME">\nPARAMETERS</invoke>', '<parameter name="KEY">VALUE</parameter>')(calls)

@@ -25,9 +25,9 @@ from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError, one_line
 from atom.plugins import package_folders
 
-FIELD = re.compile(r"\{(name|arguments|parameters|json|python|id|key|value|index)\}")
+FIELD = re.compile(r"\{(name|arguments|parameters|json|python|fields|id|key|type|value|index)\}")
 MARKER = re.compile(r"<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token of the checkpoint
-HOLDS = ("{arguments}", "{parameters}", "{json}", "{python}")  # a call has one of these
+HOLDS = ("{arguments}", "{parameters}", "{json}", "{python}", "{fields}")  # a call has one of these
 NAMED = ("{name}", "{id}")
 Replace = Callable[[re.Match[str]], str]
 
@@ -55,6 +55,7 @@ class ToolFormat:
     call: tuple[str, ...] = ()  # one call; the first of them that reads it counts
     end: tuple[str, ...] = ()  # any of them may follow the calls
     parameter: str = ""  # one of {parameters}
+    quote: str = ""  # around strings in {fields}
     id: tuple[str, ...] = ()  # what {id} consists of, if the name is in it
     separator: str = ""  # characters that may be between the calls of a block, besides space
     bare: bool = False  # an answer may begin with a call in JSON or a list, without begin
@@ -66,7 +67,7 @@ class ToolFormat:
     def markers(self) -> list[str]:
         """The texts that may be special tokens of the checkpoint, each once."""
         whole = [*self.begin, *self.end]
-        texts = [*whole, *self.call, self.parameter]
+        texts = [*whole, *self.call, self.parameter, self.quote]
         if self.channels:
             each = self.channels
             whole = texts = [each.start, each.channel, each.body, *each.end]
@@ -75,13 +76,10 @@ class ToolFormat:
 
     def mark(self, mark: str, is_token: Callable[[str], bool]) -> ToolFormat:
         """The format of a text that has a mark before each of the markers that is a token."""
-        known = sorted(filter(is_token, self.markers), key=len, reverse=True)
+        known = list(filter(is_token, self.markers))
         if not known:
             return self
-        pattern = re.compile("|".join(map(re.escape, known)))
-
-        def marked(text: str) -> str:
-            return pattern.sub(lambda match: mark + match[0], text)
+        marked = marker_of(mark, known)
 
         def all_marked(texts: Iterable[str]) -> tuple[str, ...]:
             return tuple(map(marked, texts))
@@ -100,8 +98,15 @@ class ToolFormat:
             call=all_marked(self.call),
             end=all_marked(self.end),
             parameter=marked(self.parameter),
+            quote=marked(self.quote),
             channels=channels,
         )
+
+
+def marker_of(mark: str, tokens: Iterable[str]) -> Callable[[str], str]:
+    """What puts a mark before each of these tokens in a text."""
+    pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    return lambda text: pattern.sub(lambda match: mark + match[0], text)
 
 
 @cache
@@ -180,6 +185,8 @@ def check_call(made: ToolFormat, call: str, at: str) -> None:
     ):
         example = "<parameter={key}>{value}</parameter>"
         raise ConfigError(f"{at}: parameter: {made.parameter!r} must be texts around {{key}} and {{value}}: {example}")
+    if (held[0] == "{fields}") != bool(made.quote):
+        raise ConfigError(f"{at}: {{fields}} and quote, which is around its strings, need each other")
 
 
 def read_keys(kind: type, values: Any, at: str) -> dict[str, Any]:

@@ -41,10 +41,13 @@ from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
 
 THINK = ["<think>", "</think>"]
+THINKING = (
+    "deepseek_r1 deepseek_v3 deepseek_v4 ernie45 glm45 glm47 "
+    "hy_v3 kimi_k2 ling3 minimax_m2 nemotron_v3 olmo3 qwen3 step3p5"
+)
 REASONING_PARSERS = {  # vLLM's name -> the markers around what is thought
-    **dict.fromkeys(
-        ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3", "step3p5"), THINK
-    ),
+    **dict.fromkeys(THINKING.split(), THINK),
+    "gemma4": ["<|channel>thought", "<channel|>"],
     "granite": ["Here is my thought process:", "Here is my response:"],
     "mistral": ["[THINK]", "[/THINK]"],
     "seed_oss": ["<seed:think>", "</seed:think>"],
@@ -56,7 +59,11 @@ TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_cal
     "granite4": "tagged_json",
     "llama3_json": "python_tag",
     "llama4_json": "python_tag",
-    "llama4_pythonic": "pythonic",
+    "llama4_pythonic": "llama4",
+    "deepseek_v4": "deepseek_v32",
+    "glm47": "glm45",
+    "ling3": "glm45",
+    "step3p5": "qwen3_coder",
     "openai": "harmony",
     "phi4_mini_json": "phi4_mini",
     "qwen3_xml": "qwen3_coder",

@@ -67,6 +67,10 @@ MEANS: dict[str, list[str]] = {
         "model.tool_calls='harmony'",
     ],
     "--tool-call-parser mine.yaml": ["serve.http.tool_calls='mine.yaml'"],
+    "--tool-call-parser glm47 --reasoning-parser gemma4": [
+        "serve.http.tool_calls='glm45'",
+        "model.reasoning=['<|channel>thought','<channel|>']",
+    ],
     "--reasoning-parser deepseek_r1": ["model.reasoning=['<think>','</think>']"],
     "--distributed-executor-backend mp": ["parallel.launcher='local'"],
     "--distributed-executor-backend uni": [],

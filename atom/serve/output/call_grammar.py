@@ -86,9 +86,16 @@ class _Writer:
 
     def _call(self, form: str, name: str, schema: Any) -> str:
         """A call of one function, in a form that has its name."""
-        parts = {"name": self._literal(name), "id": self._id(name), "arguments": self._json({"type": "object"})}
+        parts = {
+            "name": self._literal(name),
+            "id": self._id(name),
+            "index": "/[0-9]{1,4}/",
+            "arguments": self._json({"type": "object"}),
+        }
         if "{parameters}" in form:
             parts["parameters"] = self._parameters(schema)
+        if "{fields}" in form:
+            parts["fields"] = self._fields(schema)
         return self._fill(form, parts)
 
     def _several(self, form: str, names: Sequence[str], is_parallel: bool) -> str:
@@ -132,11 +139,24 @@ class _Writer:
         for piece in pieces:
             if piece.kind == "key":
                 parts.append(self._key(schema))
+            elif piece.kind == "type":
+                parts.append("/[a-z]{1,16}/")
             elif piece.kind == "value":
                 parts.append(self._value(piece.text))
             else:
                 parts.append(self._piece(piece))
         return f"({SPACE} {self._rule(' '.join(parts))})*"
+
+    def _fields(self, schema: Any) -> str:
+        """An object with bare keys and strings in quotes of their own."""
+        value = f"rule{next(self._numbers)}"
+        string = f"{self._text(self._format.quote)} {self._value(self._format.quote)}"
+        member = f'/[A-Za-z_][A-Za-z0-9_.-]{{0,199}}/ ":" {value}'
+        nested = [f'"{{" ({member} ("," {member})*)? "}}"', f'"[" ({value} ("," {value})*)? "]"']
+        plain = ["/-?[0-9]+(\\.[0-9]+)?([eE][+-]?[0-9]+)?/", '"true"', '"false"', '"null"']
+        self._rules.append(f"{value}: {' | '.join([string, *plain, *nested])}")
+        own = f'{self._key(schema)} ":" {value}'
+        return f'"{{" ({own} ("," {own})*)? "}}"'
 
     def _key(self, schema: Any) -> str:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None

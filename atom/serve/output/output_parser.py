@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from atom.config.tool_formats import ToolFormat
+from atom.config.tool_formats import MARKER, ToolFormat
 from atom.runtime.requests.detokenizer import MARK
 from atom.serve.output.call_deltas import ToolDelta
 from atom.serve.output.channel_parser import ChannelSplitter
@@ -75,7 +75,8 @@ class Answer(NamedTuple):
 
 def markers(tool_format: ToolFormat | None, reasoning: tuple[str, str] | None) -> list[str]:
     """The markers that the parser needs in the text, though they may be special tokens."""
-    return [*(tool_format.markers if tool_format else ()), *(reasoning or ())]
+    found = (marker for text in reasoning or () for marker in (text, *MARKER.findall(text)))
+    return list(dict.fromkeys([*(tool_format.markers if tool_format else ()), *found]))
 
 
 class OutputParser:

@@ -20,6 +20,8 @@ from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextB
 from atom.serve.output.tool_forms import Form, read_pieces
 
 KEY = re.compile('[^<>"\\n\ufdd1]*')
+TYPE = re.compile("[a-z]*")
+AS_TEXT = ("string", "true")  # types of values that are strings as they are written
 
 
 class ParameterReader:
@@ -32,6 +34,7 @@ class ParameterReader:
         """
         assert form.parameter is not None, "such a form has parameters"
         self.keys: list[str] = []  # that were read
+        self.is_text: bool | None = None  # whether the last value is a string; None: the form does not say
         self._text, self._parameter = text, form.parameter
         self._begin = form.parameter.before[0].text
         self._closers = tuple(filter(None, (close, *form.ends)))
@@ -80,6 +83,8 @@ class ParameterReader:
         for piece in self._parameter.before:
             if piece.kind == "key":
                 key = check_unicode((yield from text.read(KEY)).strip())
+            elif piece.kind == "type":
+                self.is_text = (yield from text.read(TYPE)) in AS_TEXT
             else:
                 yield from read_pieces(text, [piece])
         if not key or key in self.keys:

@@ -28,9 +28,11 @@ KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boole
 class ValueWriter:
     """Writes a parameter's value while it arrives, if it can only be a string; else at its end."""
 
-    def __init__(self, schema: Any, key: str, send: Callable[[str], None]) -> None:
+    def __init__(self, schema: Any, key: str, send: Callable[[str], None], *, is_text: bool | None = None) -> None:
+        """is_text: whether the value is written as a string; None: the schema decides"""
         self._schema, self._key, self._send = schema, key, send
-        self._is_string = find_types_of(schema, key) == {"string"}
+        self._is_string = find_types_of(schema, key) == {"string"} if is_text is None else is_text
+        self._is_json = is_text is False
         self._held: list[str] = []
         if self._is_string:
             send('"')
@@ -43,8 +45,14 @@ class ValueWriter:
 
     def finish(self, *, is_whole: bool) -> None:
         """End the value. A string that is not whole stays open."""
-        rest = '"' if self._is_string else write_value("".join(self._held), self._schema, self._key)
+        rest = '"' if self._is_string else self._write("".join(self._held))
         self._send(rest.removesuffix('"') if rest.startswith('"') and not is_whole else rest)
+
+    def _write(self, text: str) -> str:
+        if self._is_json:
+            with contextlib.suppress(ParseError):
+                return validate_json(text.strip())
+        return write_value(text, self._schema, self._key)
 
 
 def write_value(text: str, schema: Any, key: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import compile_template
 from atom.config import Config
-from atom.config.tool_formats import ToolFormat, detect_format, openers, read_format
+from atom.config.tool_formats import ToolFormat, detect_format, marker_of, openers, read_format
 from atom.errors import CheckpointError, RequestError
 from atom.runtime.requests.detokenizer import MARK
 from atom.sampling_params import SamplingParams
@@ -141,7 +141,7 @@ class ChatParsers:
         self._channels = self._channels and self._channels.mark(MARK, known.__contains__)
         self._format = self._format and self._format.mark(MARK, known.__contains__)
         if self._reasoning:
-            first, last = ((MARK if text in known else "") + text for text in self._reasoning)
+            first, last = map(marker_of(MARK, known), self._reasoning)
             self._reasoning = first, last
 
     @property

@@ -39,6 +39,7 @@ class Form(NamedTuple):
     openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
     calls: list[list[Piece]]
     parameter: Parameter | None
+    quote: str  # around strings in fields
     begins: tuple[str, ...]  # texts with which another call begins
     ends: tuple[str, ...]  # texts after the calls
     ids: list[re.Pattern[str]]  # what {id} may be
@@ -57,7 +58,9 @@ def make_form(tool_format: ToolFormat) -> Form:
     calls = [split_form(call) for call in tool_format.call]
     parameter = split_parameter(tool_format.parameter.strip()) if tool_format.parameter else None
     begins = (*firsts, *(call[0].text for call in calls if call[0].kind == "text"))
-    return Form(firsts, calls, parameter, begins, tool_format.end, list(map(re.compile, ids)), between)
+    return Form(
+        firsts, calls, parameter, tool_format.quote, begins, tool_format.end, list(map(re.compile, ids)), between
+    )
 
 
 def split_parameter(text: str) -> Parameter:

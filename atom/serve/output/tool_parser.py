@@ -20,11 +20,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from atom.config.tool_formats import ToolFormat
 from atom.serve.output.call_deltas import CallDeltas, ToolDelta, new_call_id
+from atom.serve.output.field_reader import FieldReader
 from atom.serve.output.incremental_json import (
+    JSON_DIGITS,
     expect,
     json_text,
     read_items,
@@ -45,7 +48,7 @@ from atom.serve.output.incremental_text import (
     check_unicode,
 )
 from atom.serve.output.parameter_reader import ParameterReader
-from atom.serve.output.parameter_values import ValueWriter
+from atom.serve.output.parameter_values import ValueWriter, write_value
 from atom.serve.output.tool_forms import Form, Piece, make_form, read_pieces
 
 CHUNK = 4096  # characters that are read at once: each marker is searched in all of them again and again
@@ -204,6 +207,11 @@ class CallReader:
                     call.name = self._check_name((yield from text.read(WORD)))
                 case "id":
                     self._take_id((yield from text.read(WORD)), form)
+                case "index":
+                    yield from text.skip(JSON_DIGITS)
+                case "fields":
+                    yield from self._read_fields(form.quote)
+                    return (yield from self._read_tail(read_pieces(text, pieces[index + 1 :])))
                 case "json" | "python":
                     yield from self._read_calls(is_python=piece.kind == "python")
                     return (yield from self._read_tail(read_pieces(text, pieces[index + 1 :])))
@@ -249,7 +257,7 @@ class CallReader:
             key = yield from parameters.read_key()
             self._begin_call()
             self._deltas.add(f"{'{' if len(parameters.keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: ")
-            writer = ValueWriter(schema, key, self._deltas.add)
+            writer = ValueWriter(schema, key, self._deltas.add, is_text=parameters.is_text)
             is_whole = yield from parameters.read_value(writer.push)
             writer.finish(is_whole=is_whole)
             if not is_whole:
@@ -261,6 +269,22 @@ class CallReader:
             text.at = end
             if (yield from text.starts_with_any((*form.ends, *form.begins))) is None:
                 raise
+
+    def _read_fields(self, quote: str) -> Reading[None]:
+        """Read an object with bare keys and strings in quotes of their own as arguments."""
+        text, schema = self._text, self._schemas.get(self._call.name or "")
+        fields = FieldReader(text, quote, self._deltas.add)
+        if (yield from text.peek()) != "{":
+            raise ParseError
+        self._begin_call()
+        text.at += 1
+        while (yield from fields.is_next()):
+            key = yield from fields.read_key()
+            self._deltas.add(f"{'{' if len(fields.keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+            text.take(text.at)
+            yield from fields.write_value(partial(write_value, schema=schema, key=key))
+        self._call.arguments = "}" if fields.keys else "{}"
+        self._end_call()
 
     def _read_calls(self, *, is_python: bool) -> Reading[None]:
         """Read one call, or a list of calls."""

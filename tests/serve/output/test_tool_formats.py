@@ -56,6 +56,16 @@ WRITTEN = {
     "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
     "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>",
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=3), f()]<|tool_call_end|>',
+    "llama4": '<|python_start|>[get_weather(city="Paris", days=3), f()]<|python_end|>',
+    "longcat": '<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</longcat_tool_call>\n'
+    '<longcat_tool_call>\n{"name": "f", "arguments": {}}\n</longcat_tool_call>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:f{}<tool_call|>',
+    "hy_v3": "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>f<tool_sep>\n</tool_call>\n</tool_calls>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
     "phi4_mini": 'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "f", "arguments": {}}]',
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city": "Paris", "days": 3}<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>',
@@ -163,6 +173,60 @@ def test_parameters_are_read_by_what_goes_on_after_them(tool_format: Any, text: 
         assert num_calls == len(calls)
 
 
+GEMMA, DSML = (read_format(name) for name in ("gemma4", "deepseek_v32"))
+
+
+def dsml(key: str, is_string: str, value: str, block: str = "tool_calls") -> str:
+    """A call with one parameter, in the block of DeepSeek V4 or that of V3.2."""
+    parameter = f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>'
+    call = f'<｜DSML｜invoke name="get_weather">\n{parameter}\n</｜DSML｜invoke>'
+    return f"<｜DSML｜{block}>\n{call}\n</｜DSML｜{block}>"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "arguments"),
+    [
+        (GEMMA, '<|tool_call>call:get_weather{city:<|"|>a, {b} "c"<|"|>, days: 3}<tool_call|>', {"city": 'a, {b} "c"', "days": 3}),
+        (GEMMA, "<|tool_call>:get_weather{days:3,now:true,units:null}<tool_call|>", {"days": 3, "now": True, "units": None}),
+        (GEMMA, "<|tool_call>call:get_weather{city:Paris}<tool_call|>", {"city": "Paris"}),
+        (GEMMA, '<|tool_call>call:get_weather{city:<|"|>3<|"|>}<tool_call|>', {"city": "3"}),
+        (GLM, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+         {"city": "Paris", "days": 3}),
+        (DSML, dsml("city", "true", "3"), {"city": "3"}),
+        (DSML, dsml("at", "false", '{"lat": 1}'), {"at": {"lat": 1}}),
+        (DSML, dsml("units", "true", "3", "function_calls"), {"units": "3"}),
+    ],
+)  # fmt: skip
+def test_a_call_has_the_arguments_that_vllm_reads(tool_format: Any, text: str, arguments: dict[str, Any]):
+    """As the parsers gemma4, glm47, deepseek_v4 and deepseek_v32 of vLLM 0.33.0 read these texts with the same tools."""
+    for pieces in ([text], list(text)):
+        content, _, found, num_calls = read(tool_format, pieces)
+        assert (content, num_calls) == ("", 1)
+        assert [json.loads(each) for *_, each in found] == [arguments]
+
+
+def test_values_within_others_keep_their_types():
+    """Gemma 4's template quotes strings only; vLLM 0.33.0 reads the numbers of an object as strings if its schema has no types."""
+    text = '<|tool_call>call:get_weather{at:{lat:48.5,name:<|"|>x<|"|>,deep:{ok:true,list:[1,<|"|>a<|"|>,none]}}}<tool_call|>'
+    (call,) = read(GEMMA, [text])[2]
+    assert json.loads(call[2]) == {"at": {"lat": 48.5, "name": "x", "deep": {"ok": True, "list": [1, "a", "none"]}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<|tool_call>call:get_weather{city:<|"|>Par', '{"city": "Par'),
+        ("<|tool_call>call:get_weather{days:3,", '{"days": 3'),
+        ("<|tool_call>call:get_weather{at:{lat:", '{"at": {"lat": '),
+        ("<|tool_call>call:get_weather{days:3,days:4}<tool_call|>", '{"days": 3'),
+    ],
+)
+def test_fields_that_break_off_are_an_incomplete_call(text: str, arguments: str):
+    for pieces in ([text], list(text)):
+        _, _, calls, num_calls = read(GEMMA, pieces)
+        assert ([each for *_, each in calls], num_calls) == ([arguments], 0)
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -266,6 +330,9 @@ def test_channels_are_reasoning_and_content(text: str, expected: tuple[str, str]
         ("<seed:tool_call>\n<function=f>\n<parameter=p>", "seed_oss"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ("'<|tool_call>call:' + function['name'] + '{'", "gemma4"),
+        ("<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "hy_v3"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
         ("{{ message.content }}", None),
     ],
 )
@@ -288,6 +355,7 @@ def test_the_format_of_the_docs_is_read(tmp_path: Path):
         ("[]", "is not a mapping"),
         ("begin: <a>", "call is missing"),
         ("{begin: <a>, call: '{json}', ends: x}", "there is no key ends"),
+        ("{begin: <a>, call: '{name}{fields}'}", "need each other"),
         ("{begin: 1, call: '{json}'}", "begin=1 is not a text"),
         ("{begin: <a>, call: '{json}', bare: 1}", "bare=1 is not true or false"),
         ("{begin: <a>, call: '{name}'}", "must have one of {arguments}"),

@@ -85,7 +85,7 @@ model.attention.rope: short_factor long_factor
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.attention.window_rope: short_factor long_factor
-model.mlp.0: kind width activation limit alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
+model.mlp.0: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate adapter_rank qk_norm scale scale_dim softcap sinks
@@ -96,7 +96,7 @@ model.blocks.NAME.attention.rope: short_factor long_factor
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.blocks.NAME.attention.window_rope: short_factor long_factor
-model.blocks.NAME.mlp: kind width activation limit alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
+model.blocks.NAME.mlp: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate transposed interleaved
 model.blocks.NAME.mlp: every first skip
 model.blocks.NAME.mlp.router: method score bias groups top_groups renormalize scale
 model.blocks.NAME.short_conv: taps bias

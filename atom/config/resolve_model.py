@@ -37,6 +37,7 @@ WHICH_LAYERS: dict[str, Any] = {
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
 NOT_SCALED = re.compile(r"embedding|head|layer|router|.*norm")  # roles that model.scales cannot name, besides tensors
+SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
@@ -58,7 +59,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         attention=derive_attention(config, model.attention, "model.attention", max_model_len)
         if model.has_attention
         else model.attention,
-        mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        mlp=[derive_mlp(mlp, f"model.mlp.{index}", model.layers) for index, mlp in enumerate(model.mlp)],
         blocks=blocks,
         layer_types=None if types is None else types[: model.layers],
         weights=find_kv_scales(names, model.weights) | find_optional(model, names),
@@ -115,7 +116,7 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
     if block.mamba2 is not None:
         check_multiple(block.mamba2, "heads", "groups", f"{at}.mamba2")
         check_steps(block.mamba2, f"{at}.mamba2")
-    return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp"))
+    return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp", config.model.layers))
 
 
 def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
@@ -301,9 +302,28 @@ def rope_mscale(rope: RopeConfig) -> float:
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
 
 
-def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
-    if (only := {"swigluoai": "moe", "xielu": "plain"}.get(mlp.activation, mlp.kind)) != mlp.kind:
-        raise UnsupportedError(f"{at}.activation={mlp.activation} is for kind {only}, not for kind {mlp.kind}")
+def derive_limits(mlp: MLPConfig, at: str, num_layers: int, is_plain: bool) -> MLPConfig:
+    """Check what gate and up are clamped to, and replace null."""
+    for name in ("limits", "shared_limits"):
+        if (limits := getattr(mlp, name)) is not None:
+            check_count(limits, num_layers, f"{at}.{name}")
+            if (wrong := next((each for each in limits if not 0 <= (each or 0) < math.inf), None)) is not None:
+                raise ConfigError(f"{at}.{name}: {wrong} is not a number from 0")
+            if mlp.activation == "swigluoai" and not all(limits):
+                raise UnsupportedError(f"{at}.{name}: swigluoai needs a limit in each layer")
+        if is_plain and (limits is not None or mlp.limit is not None):
+            raise UnsupportedError(f"{at}: limits are for gated mlps, not for plain ones")
+    default = SWIGLUOAI_LIMIT if mlp.activation == "swigluoai" and mlp.limits is None else None
+    return replace(mlp, limit=mlp.limit or default)
+
+
+def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
+    is_plain = mlp.kind == "plain" or (mlp.kind == "moe" and mlp.expert == "plain")
+    if is_plain and mlp.activation.startswith("swiglu"):
+        raise UnsupportedError(f"{at}.activation={mlp.activation} is for gated mlps, not for plain ones")
+    if mlp.activation == "xielu" and mlp.kind != "plain":
+        raise UnsupportedError(f"{at}.activation=xielu is for kind plain, not for kind {mlp.kind}")
+    mlp = derive_limits(mlp, at, num_layers, is_plain)
     if mlp.adapter_rank is not None and mlp.kind != "gated":
         raise UnsupportedError(f"{at}.adapter_rank={mlp.adapter_rank} is for kind gated, not for kind {mlp.kind}")
     if mlp.kind != "moe":

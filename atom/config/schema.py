@@ -137,8 +137,12 @@ class RouterConfig:
 class MLPConfig:
     kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
     width: int = number(0, 1, INT32)  # of each expert
-    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu")  # relu2: relu²
-    limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
+    activation: str = one_of(
+        "silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "swiglustep", "xielu"
+    )  # relu2: relu²; swiglustep: silu, whose result is clamped by limit
+    limit: float | None = number(None, 0, above=True)  # gate and up are clamped to it; null: not, for swigluoai to 7
+    limits: list[float | None] | None = None  # by layer, in place of limit; 0, null: not clamped
+    shared_limits: list[float | None] | None = None  # by layer, of the shared expert; null: as the experts
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too
     adapter_rank: int | None = number(None, 1, INT32)  # gated: of linears that each use adds to gate and up; null: none

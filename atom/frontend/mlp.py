@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch.fx import Node
 
@@ -22,9 +23,27 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, mlp.bias, layer)
     if mlp.adapter_rank is not None and not prefix:
         gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
-    active = writer.call(ops.activate, gate, kind=mlp.activation, name="active")
-    m = writer.call(ops.mul, active, up, name="m")
+    rule = gate_rule(mlp, layer, is_shared=bool(prefix))
+    if rule.keys() == {"kind"}:
+        active = writer.call(ops.activate, gate, **rule, name="active")
+        m = writer.call(ops.mul, active, up, name="m")
+    else:
+        both = writer.call(ops.join, gate, up, name="gate_up")
+        m = writer.call(ops.gated_activate, both, **rule, name="m")
     return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
+
+
+def gate_rule(mlp: MLPConfig, layer: int, is_shared: bool = False) -> dict[str, Any]:
+    """The attributes of `gated_activate` in a layer.
+
+    is_shared: of the expert that all tokens share
+    """
+    limits = mlp.shared_limits if is_shared and mlp.shared_limits is not None else mlp.limits
+    limit = mlp.limit if limits is None or layer >= len(limits) else limits[layer] or None
+    if limit is None:
+        return {"kind": "silu" if mlp.activation == "swiglustep" else mlp.activation}
+    alpha = {"alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
+    return {"kind": mlp.activation, "limit": limit, **alpha}
 
 
 def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
@@ -78,9 +97,8 @@ def _experts(writer: Writer, x: Node, weights: Node, ids: Node, mlp: MLPConfig, 
     if mlp.expert == "plain":
         y: Node = writer.call(ops.plain_experts, x, weights, ids, *recipes, kind=mlp.activation, name="y")
         return y
-    clamp = {"limit": mlp.limit, "alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
     act = writer.act_of_experts(*recipes[:2])
-    y = writer.call(ops.experts, x, weights, ids, *recipes, kind=mlp.activation, **clamp, act=act, name="y")
+    y = writer.call(ops.experts, x, weights, ids, *recipes, **gate_rule(mlp, layer), act=act, name="y")
     return y
 
 

@@ -5,6 +5,9 @@
     active = activate(gate, kind="silu")
     m = mul(active, up)
 
+    gate_up = join(gate, up)
+    m = gated_activate(gate_up, kind="silu", limit=7.0)    ->      m = gated_activate(gate_up, kind="silu", limit=7.0)
+
 Declines if gate and up do not read the same tensor, only one has a bias, or their stored formats differ.
 """
 
@@ -22,4 +25,10 @@ def fuse_gate_up(graph: Graph) -> Graph:
             continue
         gate_up = graph.insert(mul, ops.linear, *cat_linears(linears), name="gate_up", **up.kwargs)
         graph.replace({mul: graph.insert(mul, ops.gated_activate, gate_up, **active.kwargs)})
+    for gated in graph.find(ops.gated_activate):
+        (both,) = gated.args
+        if both.target is not ops.join or len(both.args) != 2 or not have_same_form(both.args):
+            continue
+        gate_up = graph.insert(gated, ops.linear, *cat_linears(both.args), name="gate_up", **both.args[0].kwargs)
+        graph.replace({both: gate_up})
     return graph

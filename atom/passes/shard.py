@@ -259,6 +259,16 @@ class _Writer:
             parts.append((int(arg.meta["type"].shape[-1]), state))
         return self._call(node, ops.join, *map(self._value, node.args), state=Joined(tuple(parts)))
 
+    def gated(self, node: Node) -> None:
+        """Each rank has its parts of gate and of up."""
+        state, size = self._state(node.args[0]), int(node.meta["type"].shape[-1])
+        if not isinstance(state, Joined):
+            return self.copy(node)
+        gate, up = state.split([size, size])
+        if gate != up:
+            raise UnsupportedError(f"{node.name}: gate and up are divided differently among ranks")
+        return self._call(node, node.target, self._value(node.args[0]), state=gate)
+
     def by_head(self, node: Node) -> None:
         """A call of which each rank computes its heads, if the op says where these are."""
         dims, parameters = node.target.heads, node.target.signature.parameters
@@ -496,6 +506,8 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
         start = sum(int(arg.meta["type"].shape[-1]) for arg in user.args[: user.args.index(value)])
         own = zip(ends, joined, strict=True)
         return tuple(part for end, part in own if start < end <= start + int(shape[-1]))
+    if user.target is ops.gated_activate:
+        return None if (half := _parts(user, True)) is None else half + half
     if user.target is ops.split:
         each = [_parts(result, is_wide) for result in results_of(user)]
         return tuple(part for parts in each for part in parts or ()) if all(each) else None
@@ -543,6 +555,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.experts: _Writer.experts,
     ops.scale: _Writer.follow,
     ops.clamp: _Writer.element_by_element,
+    ops.gated_activate: _Writer.gated,
     ops.activate: _Writer.element_by_element,
     ops.xielu: _Writer.element_by_element,
     ops.split: _Writer.split,

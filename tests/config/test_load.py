@@ -821,7 +821,6 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.usual.checkpoint=a/b", "model.usual.checkpoint: only a model file brings a checkpoint; set checkpoint"),
         ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),
         ("model.mlp=[{router: {methd: 5}}]", r"^model\.mlp\.0\.router\.methd: there is no such field"),
-        ("model.mlp.0.activation=swigluoai", "activation=swigluoai is for kind moe, not for kind gated"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_each_other_are_one_line(write: Write, text: str, message: str):

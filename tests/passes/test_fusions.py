@@ -50,6 +50,16 @@ def f(h: fp32[T, 8]):
     m = gated_activate(gate_up, kind="silu")
     return m"""
 
+CLAMPED = (
+    GATE_UP.split("    active")[0]
+    + """\
+    gate_up = join(gate, up)
+    m = gated_activate(gate_up, kind="silu", limit=0.5)
+    return m"""
+)
+
+CLAMPED_FUSED = GATE_UP_FUSED.replace('"silu"', '"silu", limit=0.5')
+
 NORM = """\
 def f(h: fp32[T, 8]):
     x = add(h, h)
@@ -63,7 +73,12 @@ def f(h: fp32[T, 8]):
     y = add(n, x)
     return y"""
 
-CASES = [(fuse_qkv, QKV, QKV_FUSED), (fuse_gate_up, GATE_UP, GATE_UP_FUSED), (fuse_norm_residual, NORM, NORM_FUSED)]
+CASES = [
+    (fuse_qkv, QKV, QKV_FUSED),
+    (fuse_gate_up, GATE_UP, GATE_UP_FUSED),
+    (fuse_gate_up, CLAMPED, CLAMPED_FUSED),
+    (fuse_norm_residual, NORM, NORM_FUSED),
+]
 
 
 @pytest.mark.parametrize(("fuse", "before", "after"), CASES)
@@ -101,6 +116,7 @@ def test_a_second_run_changes_nothing(fuse: Callable[[Graph], Graph], before: st
         (fuse_gate_up, GATE_UP.replace('W("u", fp32[6, 8])', 'W("u", fp32[6, 8], fmt="int8")')),
         (fuse_gate_up, GATE_UP.replace("mul(active, up)", "mul(active, active)")),
         (fuse_gate_up, GATE_UP.replace("mul(active, up)", "mul(gate, up)")),
+        (fuse_gate_up, CLAMPED.replace(', W("u.b", fp32[6])', "")),
         (fuse_norm_residual, NORM.replace("x = add(", "x = mul(")),
     ],
 )

@@ -92,6 +92,7 @@ def test_elsewhere_activations_stay_in_their_dtype(context: PassContext):
     ("of", "by", "reason"),
     [
         ('"silu"', '"gelu"', "has no biases and no gelu gate with activations in fp8[1, 128]"),
+        ('"silu"', '"silu", limit=7.0', "has no biases and no silu gate with a limit with activations in fp8[1, 128]"),
         ('[128, 128]"), kind', '[64, 128]"), kind', "activations in fp8[1, 128] are not multiplied by"),
         ('[128, 128]"), kind', '[1, *]"), kind', "activations in fp8[1, 128] are not multiplied by"),
     ],

@@ -190,6 +190,16 @@ def body(x: fp32[T, 8]):
     return out
 """
 
+CLAMPED = """\
+def body(x: fp32[T, 8]):
+    gate = linear(x, W("gate", fp32[12, 8]))
+    up = linear(x, W("up", fp32[12, 8]))
+    gate_up = join(gate, up)
+    m = gated_activate(gate_up, kind="silu", limit=0.5)
+    out = linear(m, W("out", fp32[8, 12]))
+    return out
+"""
+
 
 def test_each_value_that_a_linear_computes_is_divided_by_itself():
     assert text_of(sharded(parse(DELTA), Mesh(2))) == DELTA_OF_A_RANK.rstrip()
@@ -208,6 +218,17 @@ def test_ranks_with_heads_of_their_own_give_what_one_gives(text: str, ranks: int
     expected = interpret(parse(text), "body", {"x": x}, random_weight)
     for made in interpret_ranks([graph], "body", [{"x": x}] * ranks, read, mesh):
         assert (made - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_parts_of_gate_and_up_give_what_one_gives(ranks: int):
+    x, mesh = torch.randn(7, 8), Mesh(ranks)
+    graph = sharded(parse(CLAMPED), mesh)
+    assert 'out_partial = linear(m, share(W("out", fp32[8, 12]), "tensor"' in text_of(graph)
+    read = [lambda recipe, rank=rank: random_weight(localize(recipe, mesh.coordinates(rank))) for rank in range(ranks)]
+    expected = interpret(parse(CLAMPED), "body", {"x": x}, random_weight)
+    for made in interpret_ranks([graph], "body", [{"x": x}] * ranks, read, mesh):
+        torch.testing.assert_close(made, expected)
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,14 @@ def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, *, eps: float) -> tuple[T
     return rms_norm(total, weight, eps=eps), total
 
 
-GATED_ACTIVATIONS = (*ACTIVATIONS, "swigluoai")
+GATED_ACTIVATIONS = (*ACTIVATIONS, "swigluoai", "swiglustep")
 
 
 def gated_activate_type(x: Type, *, kind: str, limit: float | None = None, alpha: float | None = None) -> Type:
     need(kind in GATED_ACTIVATIONS, f"there is no activation '{kind}'; kinds: {', '.join(GATED_ACTIVATIONS)}")
-    is_clamped = limit is not None and alpha is not None
-    need(is_clamped == (kind == "swigluoai"), f"limit={limit} and alpha={alpha} for {kind}: swigluoai takes both")
+    given = f"limit={limit} and alpha={alpha} for {kind}"
+    need(limit is not None or kind in ACTIVATIONS, f"{given}: it takes a limit")
+    need((alpha is not None) == (kind == "swigluoai"), f"{given}: swigluoai takes both, others no alpha")
     return x.with_last(divide(x.shape[-1], 2))
 
 
@@ -214,10 +215,15 @@ def gated_activate_type(x: Type, *, kind: str, limit: float | None = None, alpha
 def gated_activate(x: Tensor, *, kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:
     """x [T, 2 W], gate before up -> activate(gate) * up, [T, W]
 
-    swigluoai: gate sigmoid(alpha gate) (up + 1), with gate up to the limit and up within it (Agarwal et al. 2025).
+    limit: gate is clamped from above, up from both sides; None: neither is.
+    swigluoai: gate sigmoid(alpha gate) (up + 1) (Agarwal et al. 2025).
+    swiglustep: silu, of which the activated gate is clamped and not the gate (StepFun 2026).
     """
     gate, up = x.chunk(2, dim=-1)
-    if kind != "swigluoai" or limit is None or alpha is None:
+    if limit is None:
         return ACTIVATIONS[kind](gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    up = up.clamp(-limit, limit)
+    if kind == "swiglustep":
+        return F.silu(gate).clamp(max=limit) * up
+    gate = gate.clamp(max=limit)
+    return ACTIVATIONS[kind](gate) * up if alpha is None else gate * torch.sigmoid(alpha * gate) * (up + 1)

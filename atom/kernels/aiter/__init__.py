@@ -97,14 +97,21 @@ def _accepts_norm(_target: Target, x: Type, *types: Any, **_attributes: Any) -> 
                                 if int(x.shape[-1]) > MAX_NORM else None)  # fmt: skip
 
 
+def _refuse_gate(kind: str, limit: float | None) -> str | None:
+    if kind != "silu":
+        return f"has only silu gates, not {kind}"
+    return None if limit is None else "has no gates with a limit"
+
+
 def _refuse_dtype(x: Type) -> str | None:
     return None if x.dtype in DTYPES else f"computes in {' and '.join(DTYPES)}, not in {x.dtype}"
 
 
-def _accepts_gate(_target: Target, x: Type, *, kind: str, **_attributes: Any) -> str | None:
+def _accepts_gate(_target: Target, x: Type, *, kind: str, limit: float | None = None,
+                  **_attributes: Any) -> str | None:  # fmt: skip
     """silu gates in bf16 and fp16"""
-    if kind != "silu":
-        return f"has only silu gates, not {kind}"
+    if (reason := _refuse_gate(kind, limit)) is not None:
+        return reason
     return _refuse_dtype(x) or (f"gates have {int(x.shape[-1]) // 2} columns, no multiple of 8"
                                 if int(x.shape[-1]) % 16 else None)  # fmt: skip
 
@@ -151,7 +158,7 @@ def _refuse_format(x: Type, weight: Type, act: str | None) -> str | None:
 
 def _accepts_experts(
     target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
-    act: str | None = None, **_attributes: Any,
+    limit: float | None = None, act: str | None = None, **_attributes: Any,
 ) -> str | None:  # fmt: skip
     """silu gates without biases, plain or in fp8 with activations; mxfp4 on gfx950
 
@@ -165,8 +172,8 @@ def _accepts_experts(
         return refuse_target(target, "expert_matmuls", "expert_tiles", "routing_data")
     if (reason := refuse_target(target, "experts")) is not None:
         return reason
-    if kind != "silu":
-        return f"has only silu gates, not {kind}"
+    if (reason := _refuse_gate(kind, limit)) is not None:
+        return reason
     if more[:2] not in ((), (None,), (None, None)):
         return "adds no biases of experts"
     for weight in (gate_up, down):

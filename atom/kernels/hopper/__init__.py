@@ -30,7 +30,7 @@ from atom.kernels.hopper.shuffle import LAYOUT, shuffle
 from atom.kernels.triton import ACTS, GIVEN, PACKED, SPAN
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
-GATES = ("silu", "swigluoai")  # of experts whose activations are in fp8
+GATES = (("silu", False), ("swigluoai", True))  # of experts whose activations are in fp8, and whether they have a limit
 # that share a scale, by kind in our layout
 SCALED_COLUMNS = {
     "int4": (128,),
@@ -94,14 +94,15 @@ def accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str |
 
 def accepts_experts(
     target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
-    kind: str, act: str | None = None, **attributes: Any,
+    kind: str, limit: float | None = None, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
     """as grouped_linear; in fp8 by 128 x 128 with activations in fp8, too"""
     refused = _refuse_layout(gate_up) or _refuse_layout(down)
     if act is not None:
-        has_gate = kind in GATES and not any(each is not None for each in more[:2])
+        gate = f"{kind} gate" if limit is None else f"{kind} gate with a limit"
+        has_gate = (kind, limit is not None) in GATES and not any(each is not None for each in more[:2])
         refused = refused or _refuse_act(act, gate_up) or _refuse_act(act, down)
-        refused = refused or (None if has_gate else f"has no biases and no {kind} gate with activations in {act}")
+        refused = refused or (None if has_gate else f"has no biases and no {gate} with activations in {act}")
     elif _refuse_many(gate_up, num_parts=2) is None or _refuse_many(down) is None:
         refused = None
     known = triton.accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)

@@ -416,7 +416,7 @@ def write_gate(gate: Gate | None) -> str | None:
     if gate is None:
         return None
     kind, limit, alpha = gate
-    if kind == "silu":
+    if kind == "silu" and limit is None:
         return str(SILU.value)
     if kind != "swigluoai" or limit is None or alpha is None:
         return None

@@ -20,8 +20,8 @@ class Gate(NamedTuple):
     """The gated activation after a linear: the attributes of the op `gated_activate`."""
 
     kind: str
-    limit: float | None = None  # these two of swigluoai
-    alpha: float | None = None
+    limit: float | None = None
+    alpha: float | None = None  # of swigluoai
 
 
 def constants_of(gate: Gate | None) -> tuple[str | None, float | None, float | None]:
@@ -52,13 +52,16 @@ def activation(x, KIND: tl.constexpr):
 def gated(gate, up, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
           ALPHA: tl.constexpr = None):  # fmt: skip
     """gate and up projections, fp32 -> gated activation, rounded to DTYPE at each step but the last, as in the op."""
-    if KIND == "swigluoai":
+    if KIND == "swiglustep":
+        gate = activation(gate, "silu")
+    if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if KIND == "swigluoai":
         shares = _round(tl.sigmoid(_round(ALPHA * gate, DTYPE)), DTYPE)
         gate, up = gate * shares, _round(up + 1, DTYPE)
-    else:
+    elif KIND != "swiglustep":
         gate = activation(gate, KIND)
     return _round(gate, DTYPE) * up
 

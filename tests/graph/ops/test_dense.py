@@ -100,8 +100,10 @@ def test_a_warm_draw_is_within_its_depth():
 
 def test_a_gated_activation_takes_its_own_attributes_only():
     x = Type("fp32", ("T", 8))
-    with pytest.raises(ValueError, match="limit=None and alpha=None for swigluoai: swigluoai takes both"):
+    with pytest.raises(ValueError, match="limit=None and alpha=None for swigluoai: it takes a limit"):
         ops.gated_activate.infer(x, kind="swigluoai")
+    with pytest.raises(ValueError, match=r"limit=7\.0 and alpha=None for swigluoai: swigluoai takes both"):
+        ops.gated_activate.infer(x, kind="swigluoai", limit=7.0)
     with pytest.raises(ValueError, match="there is no activation 'swish'"):
         ops.gated_activate.infer(x, kind="swish")
     with pytest.raises(ValueError, match="7 does not divide by 2"):

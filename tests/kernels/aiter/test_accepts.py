@@ -147,6 +147,7 @@ FP8 = {"act": "fp8[1, *]"}
         (((8, 1024, 512), None), ((8, 512, 512), None), (None, None, Type("i64", (1,))), {}, None),
         (((8, 1024, 512), None), ((8, 512, 512), None), (Type("bf16", (8, 1024)),), {}, "adds no biases of experts"),
         (((8, 1024, 512), None), ((8, 512, 512), None), (), {"kind": "gelu"}, "has only silu gates, not gelu"),
+        (((8, 1024, 512), None), ((8, 512, 512), None), (), {"limit": 7.0}, "has no gates with a limit"),
         (((8, 384, 512), None), ((8, 512, 192), None), (), {}, "experts have 512 x 192 dims, no multiples of 128"),
         (((8, 768, 512), "fp8[1, *]"), ((8, 512, 384), "fp8[1, *]"), (), FP8,
          "experts have 512 x 384 dims, no multiples of 256"),

@@ -159,7 +159,7 @@ moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), Gate("swigluoai", 7.
 grouping.combine(bf16(14, 256), weights, order)
 grouping.combine(bf16(2200, 256), torch.zeros(1100, 2), torch.arange(2200))
 for tokens in (1, 7):
-    few_experts.multiply_few(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), "silu")
+    few_experts.multiply_few(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), Gate("silu"))
 formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4", "q4_1")
 for fmt, rows in itertools.product(formats, (14, 200, 1000)):
     moe.Experts().grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)

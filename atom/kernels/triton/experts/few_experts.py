@@ -1,7 +1,7 @@
 """Experts of few tokens in two launches: gate/up, then down projection.
 
     if suits_few(len(x), ids.shape[1], *down.shape[1:]):
-        out = multiply_few(x, weights, ids, gate_up, down, "silu")     # as `moe.experts`
+        out = multiply_few(x, weights, ids, gate_up, down, Gate("silu"))     # as `moe.experts`
 
 Tokens are not grouped by expert: each pair of token and expert reads the expert by itself.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.activations import Gate, activate_rounded
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
@@ -26,16 +26,16 @@ def suits_few(tokens: int, top_k: int, hidden: int, width: int) -> bool:
     return 0 < tokens <= FEW_TOKENS and largest <= 2 * FEW_NUMBERS[1]
 
 
-def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
     """experts of few tokens, whose programs hold what they read of a weight in registers"""
     assert x.stride(1) == 1 and all(each.is_contiguous() for each in (weights, ids, gate_up, down)), "rows have gaps"
     (tokens, hidden), top_k, (_, _, width), gpu = x.shape, ids.shape[1], down.shape, find_gpu(x.device)
-    m, out = x.new_empty(ids.numel(), width), x.new_empty(tokens, hidden)
+    m, out, (kind, limit, alpha) = x.new_empty(ids.numel(), width), x.new_empty(tokens, hidden), gate
     columns, few = next_power_of_2(hidden), FEW_NUMBERS[0]
     block_o = max(2, few // columns)
     _few_gated_linear_kernel[(-(-width // (block_o // 2)), len(m))](
-        x, ids, gate_up, m, x.stride(0), TOP_K=top_k, WIDTH=width, INNER=hidden, KIND=kind, BLOCK_O=block_o,
-        BLOCK_I=columns, num_warps=4 if block_o * columns <= few else 8, **gpu.options,
+        x, ids, gate_up, m, x.stride(0), TOP_K=top_k, WIDTH=width, INNER=hidden, KIND=kind, LIMIT=limit,
+        ALPHA=alpha, BLOCK_O=block_o, BLOCK_I=columns, num_warps=4 if block_o * columns <= few else 8, **gpu.options,
     )  # fmt: skip
     columns = next_power_of_2(width)
     block_o = max(1, FEW_NUMBERS[1] // (columns * next_power_of_2(top_k)))
@@ -48,7 +48,8 @@ def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down:
 
 @jit
 def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-                             INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+                             INNER: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+                             ALPHA: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
                              PDL: tl.constexpr):  # fmt: skip
     """BLOCK_O gate and up projections, interleaved, of a pair of token and expert -> gated activation [k T, W]."""
     wait_for_inputs(PDL)
@@ -65,7 +66,7 @@ def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr,
     y = tl.sum(tile.to(tl.float32) * row[None, :], 1).to(out.dtype.element_ty)
     gate, up = tl.split(y.reshape([num, 2]))
     columns = first + tl.arange(0, num)
-    tl.store(out + pair * WIDTH + columns, activate_rounded(gate, up, KIND), mask=columns < WIDTH)
+    tl.store(out + pair * WIDTH + columns, activate_rounded(gate, up, KIND, LIMIT, ALPHA), mask=columns < WIDTH)
 
 
 @jit

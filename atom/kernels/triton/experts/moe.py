@@ -55,10 +55,10 @@ class Experts:
         [E, H] -> [T, H]"""
         assert act is None, "its entry declines"
         matrices, biases, gate = (gate_up, down), (gate_up_bias, down_bias), Gate(kind, limit, alpha)
-        has_gate = gate_up_bias is None and down_bias is None and kind != "swigluoai"
+        has_bias = gate_up_bias is not None or down_bias is not None
         is_few = first is None and suits_few(len(x), ids.shape[1], *down.shape[1:])
-        if is_few and has_gate and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            return multiply_few(x, weights, ids, gate_up, down, kind)
+        if is_few and not has_bias and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return multiply_few(x, weights, ids, gate_up, down, gate)
         return self._multiply_by_groups(x, weights, ids, first, matrices, biases, gate)
 
     def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *,

@@ -150,7 +150,8 @@ def test_grouped_linears_of_many_rows_of_packed_experts_equal_the_reference(turn
 
 
 BOTH_GATES = [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}]
-GATES = pytest.mark.parametrize("gate", BOTH_GATES)
+CLAMPED = [{"kind": "gelu", "limit": 0.5}, {"kind": "swiglustep", "limit": 0.3}]
+GATES = pytest.mark.parametrize("gate", BOTH_GATES + CLAMPED)
 
 
 def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Tensor, exact: Any, device: str,
@@ -354,6 +355,13 @@ def test_all_tokens_may_choose_one_expert(tokens, triton_device):
 def test_experts_have_any_gate(kind, triton_device):
     for tokens in (2, 6):
         check_experts(tokens, 2, (4, 10, 24), torch.float32, triton_device, kind)
+
+
+@pytest.mark.parametrize("gate", CLAMPED)
+def test_few_tokens_have_limits_without_being_grouped(gate, triton_device):
+    args = torch.randn(2, 24), torch.rand(2, 3), choices(2, 3, 4), torch.randn(4, 40, 24), torch.randn(4, 24, 20)
+    moved = [each.to(triton_device) for each in args]
+    assert_equal(moe.Experts().experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
 
 
 @pytest.mark.sampled(8)

@@ -173,6 +173,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_moe_v2": ("SarvamMoEConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "n_group": 2, "topk_group": 1}),
     "cohere2": ("Cohere2Config", {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "axk1": ("AXK1Config", {**MLA, **EXPERTS, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "q_lora_rank": 20}),
+    "cohere2_moe": ("Cohere2MoeConfig", {"num_experts": 8, "num_shared_experts": 1, "expert_selection_fn": "sigmoid", "head_dim": 16, "sliding_window": 11,
+                                         "prefix_dense_intermediate_size": 64, "first_k_dense_replace": 1, "sliding_window_pattern": 2}),
     "cwm": ("CwmConfig", {"rope_parameters": LLAMA3, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": 13, "head_dim": 16}),
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "head_dim": 16}),
     "exaone": ("ExaoneConfig", {}),
@@ -189,9 +192,12 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("InternLM3Config", {"head_dim": 16, "attention_bias": True, "mlp_bias": True,
                                       "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e4, "factor": 6.0}}),
     "jais2": ("Jais2Config", {}),
+    "kolibri1": ("Kolibri1Config", {**EXPERTS, "num_experts": 8, "head_dim": 16, "shared_expert_intermediate_size": 20, "sliding_window": 9, "norm_topk_prob": True,
+                                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "mellum": ("MellumConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9,
                                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "ministral": ("MinistralConfig", {"sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2}),
     "solar_open": ("SolarOpenConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "routed_scaling_factor": 2.5}),
     "vaultgemma": ("VaultGemmaConfig", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24}),
     "youtu": ("YoutuConfig", {**MLA, "q_lora_rank": 20}),
@@ -344,12 +350,15 @@ def save(name: str, folder: Path) -> Path:
     return target
 
 
-def save_changed(name: str, target: Path, **changes: Any) -> Any:
-    """Write the checkpoint of a variant with other values in its config; its model."""
+def save_changed(name: str, target: Path, is_stacked: bool = False, **changes: Any) -> Any:
+    """Write the checkpoint of a variant with other values in its config; its model.
+
+    is_stacked: as transformers has the tensors, whatever the variant is called
+    """
     class_name, differing = (VARIANTS | COMBINED | RECURRENT)[name]
     torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
     model = randomized(getattr(transformers, class_name)(**{**SIZES, **differing, **changes}))
-    model.save_pretrained(target, save_original_format="stacked" not in name)
+    model.save_pretrained(target, save_original_format="stacked" not in name and not is_stacked)
     return model
 
 

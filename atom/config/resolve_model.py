@@ -38,6 +38,7 @@ WHICH_LAYERS: dict[str, Any] = {
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
 NOT_SCALED = re.compile(r"embedding|head|layer|router|.*norm")  # roles that model.scales cannot name, besides tensors
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
+SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
@@ -291,8 +292,9 @@ def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
         raise ConfigError(f"{at}: a context of 1 token is extended by no factor; set {at}.original_max_position")
     if scale is None:
         scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position)) if rope.factor > 1 else 1.0
-    factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
-    return replace(rope, kind="factors", factors=factors, attention_factor=scale)
+    is_long = max_model_len > rope.original_max_position
+    factors, own = (rope.long_factor, rope.long_mscale) if is_long else (rope.short_factor, rope.short_mscale)
+    return replace(rope, kind="factors", factors=factors, attention_factor=scale if own is None else own)
 
 
 def rope_mscale(rope: RopeConfig) -> float:
@@ -333,8 +335,9 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
     if mlp.expert == "plain" and mlp.bias:
         raise UnsupportedError(f"{at}.bias=true is not supported for plain experts")
-    router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
-    is_grouped = router.method != "greedy"  # which ignores groups
+    router, experts, top_k = mlp.router, (mlp.experts or 0) + mlp.zero_experts, mlp.top_k or 0
+    check_router(mlp, at)
+    is_grouped = router.method not in ("greedy", "sparsemixer")  # which ignore groups
     if is_grouped and experts % router.groups:
         raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
     if is_grouped and router.top_groups > router.groups:
@@ -345,6 +348,17 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
     score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
     width = mlp.shared_width or mlp.shared * mlp.width
     return replace(mlp, router=replace(router, score=score), shared_width=width or None)
+
+
+def check_router(mlp: MLPConfig, at: str) -> None:
+    """Check fields of a router against those of its experts."""
+    router, top_k = mlp.router, mlp.top_k
+    if mlp.expert == "plain" and mlp.zero_experts:
+        raise UnsupportedError(f"{at}.zero_experts={mlp.zero_experts} is not supported for plain experts")
+    if router.weighs == "inputs" and top_k != 1:
+        raise UnsupportedError(f"{at}.router.weighs=inputs is for top_k=1, not for top_k={top_k}")
+    if router.method == "sparsemixer" and top_k != SPARSE_MIXED:
+        raise UnsupportedError(f"{at}.router.method=sparsemixer is for top_k={SPARSE_MIXED}, not for top_k={top_k}")
 
 
 def check_mlp_types(model: ModelConfig) -> None:

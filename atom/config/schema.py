@@ -89,6 +89,8 @@ class RopeConfig:
     factors: list[float] | None = None  # factors: one divisor per frequency
     short_factor: list[float] | None = None  # longrope: factors if max_model_len is at most original_max_position
     long_factor: list[float] | None = None  # longrope: factors if it is more
+    short_mscale: float | None = number(None, 0, 1_000_000)  # longrope: attention_factor with short_factor; null: that
+    long_mscale: float | None = number(None, 0, 1_000_000)  # longrope: attention_factor with long_factor; null: that
 
 
 @dataclass
@@ -118,14 +120,21 @@ class AttentionConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
+    dense_rope: bool = False  # layers without experts have one, whatever full_rope says
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
 
 
 @dataclass
 class RouterConfig:
-    method: str = one_of("greedy", "group_limited_greedy", "noaux_tc")  # noaux_tc: with a correction for the choice
+    method: str = one_of(
+        "greedy", "group_limited_greedy", "noaux_tc", "sparsemixer"
+    )  # noaux_tc: with a correction for the choice; sparsemixer: two experts, one after the other
     score: str | None = one_of(None, "softmax", "sigmoid")  # null: sigmoid for noaux_tc, else softmax
+    correction: bool = True  # noaux_tc: one is stored, else it is 0
+    ranks: str = one_of("scores", "logits")  # what the choice is by, and the correction added to
+    weighs: str = one_of("outputs", "inputs")  # of experts; inputs: for top_k 1
+    jitter: float = number(0.01, 0, 1, above=True)  # sparsemixer: half of what logits are below the best, at most
     bias: bool = False  # on the logits
     groups: int = number(1, 1, INT32)  # of experts
     top_groups: int = number(1, 1, INT32)  # that a token chooses from
@@ -154,6 +163,9 @@ class MLPConfig:
     shared: int = number(0, 0, INT32)  # moe: experts that every token takes, stored as one; 0: none
     shared_width: int | None = number(None, 1, INT32)  # moe: of all of them; null: shared * width
     shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
+    shared_mean: bool = False  # moe: the sum with the shared expert is halved
+    zero_experts: int = number(0, 0, MAX_EXPERTS)  # moe: that tokens choose like others, and give their input
+    after_norm: bool = False  # moe: the sum of experts is normed, by the role moe_norm
     transposed: bool = False  # moe: plain experts are stored [in, out]
     interleaved: bool = False  # moe: gate and up are stored in turns
     every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from atom.config import AttentionConfig, ModelConfig, RopeConfig
+from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Recipe, Type, W, ops
@@ -128,7 +129,8 @@ def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
         return None
     is_full, listed, every = window_of(model, attention, layer) is None, attention.rope_layers, attention.no_rope_every
     has_none = every is not None and (like + 1) % every == 0 if listed is None else not listed[like]
-    if has_none or (is_full and not attention.full_rope):
+    has_full = attention.full_rope or (attention.dense_rope and mlp_of(model, layer).kind != "moe")
+    if has_none or (is_full and not has_full):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
     return None if rope.kind == "none" else rope

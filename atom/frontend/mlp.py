@@ -10,7 +10,7 @@ from torch.fx import Node
 from atom.config import MLPConfig, ModelConfig
 from atom.errors import ConfigError
 from atom.frontend.writer import Writer, required
-from atom.graph import Recipe, Stack, Transpose, Type, W, ops
+from atom.graph import Full, Recipe, Stack, Transpose, Type, W, ops
 from atom.graph.recipe_ranges import cat
 
 
@@ -63,40 +63,62 @@ def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
 
 def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
-    router, experts = mlp.router, required(mlp.experts)
-    scores = writer.matrix("router", (experts, writer.model.hidden), layer)
-    bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
-    correction = None
-    if router.method == "noaux_tc":
-        correction = W(writer.name("router_correction", layer), Type("fp32", (experts,)))
-    weights, ids = writer.call(
-        ops.router, h, scores, bias, correction, top_k=mlp.top_k, method=router.method, score=router.score,
-        groups=router.groups, top_groups=router.top_groups, renormalize=router.renormalize, scale=router.scale,
-        name=("weights", "ids"),
-    )  # fmt: skip
+    weights, ids = _choose(writer, h, mlp, layer)
     x = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
+    if mlp.router.weighs == "inputs":
+        x, weights = writer.call(ops.weigh_inputs, x, weights, name=("weighed", "ones"))
     y = _experts(writer, x, weights, ids, mlp, layer)
+    if mlp.zero_experts:
+        share = writer.call(ops.identity_share, x, weights, ids, experts=mlp.experts, name="share")
+        y = writer.call(ops.add, y, writer.call(ops.mul, x, share, name="kept"), name="y")
     if mlp.latent is not None:
         y = writer.linear(y, "latent_out", writer.model.hidden, False, layer)
-    if mlp.shared_width is None:
-        return y
-    shared = SHARED[mlp.expert](writer, h, mlp, mlp.shared_width, layer, "shared_")
+    if mlp.shared_width is not None:
+        y = writer.call(ops.add, y, _shared(writer, h, mlp, layer), name="y")
+        y = writer.scale(y, 0.5 if mlp.shared_mean else None)
+    return writer.norm(y, "moe_norm", layer, name="y") if mlp.after_norm else y
+
+
+def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, Node]:
+    """weights fp32[T, k] and ids i64[T, k] of each token's experts; those after the last one give their input."""
+    router, experts = mlp.router, required(mlp.experts) + mlp.zero_experts
+    scores, names = writer.matrix("router", (experts, writer.model.hidden), layer), ("weights", "ids")
+    if router.method == "sparsemixer":
+        mixed: tuple[Node, Node] = writer.call(ops.sparse_mixer, h, scores, jitter=router.jitter, name=names)
+        return mixed
+    bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
+    correction = None
+    if router.method == "noaux_tc" and router.correction:
+        correction = W(writer.name("router_correction", layer), Type("fp32", (experts,)))
+    ranks = {} if router.ranks == "scores" else {"ranks": router.ranks}
+    chosen: tuple[Node, Node] = writer.call(
+        ops.router, h, scores, bias, correction, top_k=mlp.top_k, method=router.method, score=router.score,
+        groups=router.groups, top_groups=router.top_groups, renormalize=router.renormalize, scale=router.scale,
+        **ranks, name=names,
+    )  # fmt: skip
+    return chosen
+
+
+def _shared(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+    """What the expert that all tokens share gives."""
+    shared = SHARED[mlp.expert](writer, h, mlp, required(mlp.shared_width), layer, "shared_")
     if mlp.shared_gate:
         share = writer.linear(h, "shared_share", 1, False, layer)
         share = writer.call(ops.activate, share, kind="sigmoid", name="share")
         shared = writer.call(ops.mul, shared, share, name="shared")
-    total: Node = writer.call(ops.add, y, shared, name="y")
-    return total
+    return shared
 
 
 SHARED = {"gated": _gated, "plain": _plain}
 
 
 def _experts(writer: Writer, x: Node, weights: Node, ids: Node, mlp: MLPConfig, layer: int) -> Node:
-    recipes = expert_weights(writer, mlp, layer)
+    recipes: list[Any] = [*expert_weights(writer, mlp, layer)]
     if mlp.expert == "plain":
         y: Node = writer.call(ops.plain_experts, x, weights, ids, *recipes, kind=mlp.activation, name="y")
         return y
+    if mlp.zero_experts:  # of the experts that tokens choose some are none of these
+        recipes = [*recipes, *([] if mlp.bias else [None, None]), Full(0, Type("i64", (1,)))]
     act = writer.act_of_experts(*recipes[:2])
     y = writer.call(ops.experts, x, weights, ids, *recipes, **gate_rule(mlp, layer), act=act, name="y")
     return y

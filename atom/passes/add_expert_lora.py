@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from atom.graph import Dequantize, Graph, Mesh, Quantize, Recipe, Regroup, Share, Slice, Type, ops
+from atom.graph import Dequantize, Graph, Mesh, Offset, Quantize, Recipe, Regroup, Share, Slice, Type, ops
 from atom.graph.graph import call_of, type_of
 from atom.graph.recipe_contents import slices
 from atom.graph.recipe_ranges import cat, narrow
@@ -38,7 +38,7 @@ def add_expert_lora(graph: Graph, experts: Node, layer: str, adapters: Node, con
     h, weights, ids, gate_up, down, *rest = experts.args
     gate_up_bias, down_bias, *first = (*rest, None, None)[: max(len(rest), 2)]
     loras, num_local = context.max_loras, int(gate_up.type.shape[0])
-    first = [replace(each, size=each.size * (loras + 1)) for each in first]
+    first = [replace(each, size=each.size * (loras + 1)) if isinstance(each, Offset) else each for each in first]
     paired = _pair(graph, experts, ids, adapters, loras, first)
     grouped, order, ends = graph.insert(
         experts, ops.group, h, paired, *first, experts=num_local * (loras + 1), name=("grouped", "order", "ends")

@@ -337,7 +337,8 @@ class _Writer:
         return self.copy(node)
 
     def experts(self, node: Node) -> None:
-        x, weights, ids, gate_up, down, *biases = node.args
+        x, weights, ids, gate_up, down, *more = node.args
+        gate_up_bias, down_bias, first = (*more, None, None, None)[:3]
         width = int(down.type.shape[2])
 
         def halves(recipe: Recipe) -> Recipe:  # gate before up, each in parts
@@ -351,12 +352,13 @@ class _Writer:
             return cat(tuple(self._share(part, "width", 1) for part in parts), 1)
 
         own: list[Any] = [halves(gate_up), self._share(down, "width", 2)]
-        if biases:
-            own += [halves(biases[0]), Once(biases[1], "width") if self._mesh.size("width") > 1 else biases[1]]
+        if gate_up_bias is not None:
+            own += [halves(gate_up_bias), Once(down_bias, "width") if self._mesh.size("width") > 1 else down_bias]
         if (parts := self._mesh.experts) > 1:
             own = [self._share(each, "experts") for each in own]
             first = Offset("experts", parts, int(own[0].type.shape[0]))
-            own += [*([] if biases else [None, None]), first]
+        if first is not None:
+            own += [*([] if gate_up_bias is not None else [None, None]), first]
         tokens = tuple(map(self.whole, (x, weights, ids)))
         names = ("rows", "row_weights", "row_ids")
         meeting: dict[str, Any] = {"axis": "data", "ranks": self._mesh.data}

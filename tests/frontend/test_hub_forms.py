@@ -39,6 +39,7 @@ class HubForm(NamedTuple):
     names: Mapping[str, str] = MappingProxyType({})  # expressions of names -> what stands in their place
     edit: Callable[[Tensors], Tensors] = dict  # of what names do not say
     in_bf16: tuple[str, ...] = ()  # ends of names of tensors that are stored in bf16
+    zeros: tuple[str, ...] = ()  # ends of names of tensors that are not stored, and 0
     overrides: tuple[str, ...] = ()
 
 
@@ -88,6 +89,16 @@ def stacked_experts(tensors: Tensors) -> Tensors:
         kept[f"{at}.down_proj"] = whole[at, "down"]
     return kept
 
+
+def with_dense_norm(tensors: Tensors) -> Tensors:
+    """Also a norm of the dense layer, which nothing reads."""
+    return tensors | {"model.layers.0.post_mlp_layernorm.weight": torch.zeros(48)}
+
+
+LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0], "short_mscale": 1.3, "long_mscale": 1.2,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 
 FORMS = {
     "lfm2": HubForm(
@@ -253,6 +264,25 @@ FORMS = {
         without=("layer_types", "rope_parameters", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
                  "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor", "block_size"),
     ),
+    "axk1": HubForm(
+        f"{VLLM}/AXK1.py; skt/A.X-K1",
+        fields={"first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "none", "num_nextn_predict_layers": 0},
+        without=("mlp_layer_types",),
+        zeros=("mlp.gate.e_score_correction_bias",),
+        edit=with_dense_norm,
+    ),
+    "cohere2_moe": HubForm(
+        f"{VLLM}/cohere2_moe.py; CohereLabs/command-a-plus",
+        fields={"first_k_dense_replace": 1, "rope_theta": 10000.0},
+        without=("mlp_layer_types", "rope_parameters"),
+    ),
+    "phimoe": HubForm(
+        f"{VLLM}/phimoe.py; microsoft/Phi-3.5-MoE-instruct",
+        changes={"rope_parameters": {**LONGROPE, "rope_type": "longrope", "rope_theta": 10000.0}},
+        fields={"architectures": ["PhiMoEForCausalLM"], "rope_scaling": {**LONGROPE, "type": "longrope"}, "rope_theta": 10000.0,
+                "original_max_position_embeddings": 256},
+        without=("rope_parameters",),
+    ),
 }  # fmt: skip
 
 
@@ -273,6 +303,10 @@ def write_form(name: str, form: HubForm, folder: Path) -> Any:
         tensors |= {key: tensor.bfloat16() for key, tensor in tensors.items() if key.endswith(end)}
         for key, parameter in model.named_parameters():
             parameter.data = parameter.data.bfloat16().float() if key.endswith(end) else parameter.data
+    for end in form.zeros:
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(end)}
+        for key, buffer in model.named_buffers():
+            buffer.zero_() if key.endswith(end) else None
     save_file(tensors, folder / "model.safetensors")
     return model.eval()
 
@@ -283,6 +317,13 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
     form = FORMS[name]
     model = write_form(name, form, tmp_path / name)
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32", *form.overrides]), model)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "kolibri1", "phimoe"])
+def test_a_checkpoint_under_the_names_of_transformers_gives_its_logits(name: str, tmp_path: Path):
+    model = tiny.save_changed(name, tmp_path / name, is_stacked=True)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval())
 
 
 REFUSED = {

@@ -38,6 +38,9 @@ CALLS = [
     (ops.rotary, ("i64[T]", "fp32[2]"), {"growth": 0.1, "period": 16}),
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 1]", "fp32[T, 1]"), {}),
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 2]", "fp32[T, 2]"), {"interleaved": True}),
+    (ops.sparse_mixer, ("bf16[T, 24]", "bf16[8, 24]"), {"jitter": 0.01}),
+    (ops.weigh_inputs, ("bf16[T, 24]", "fp32[T, 1]"), {}),
+    (ops.identity_share, ("bf16[T, 24]", "fp32[T, 2]", "i64[T, 2]"), {"experts": 4}),
     (ops.router, ("bf16[T, 24]", "bf16[8, 24]", "bf16[8]", "fp32[8]"), {"top_k": 2, "groups": 4, "top_groups": 2}),
     (ops.add_norm_router, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[8, 24]"), {"eps": 1e-6, "top_k": 2}),
     (ops.add_rms_norm, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]"), {"eps": 1e-6}),
@@ -190,7 +193,7 @@ def test_every_op_documents_its_shapes():
 
 def test_which_arguments_are_weights():
     found = {op.name: [list(op.signature.parameters)[place] for place in op.weights] for op in OWN}
-    linears = ("linear", "gated_linear", "norm_linear", "add_norm_linear", "grouped_linear", "router", "embedding",
+    linears = ("linear", "gated_linear", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
                "add_norm_router")  # fmt: skip
     expected = {name: ["weight"] for name in linears} | {
         "mla_attention": ["kv_b"],

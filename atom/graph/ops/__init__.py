@@ -69,7 +69,18 @@ from atom.graph.ops.latent import (
 )  # fmt: skip
 from atom.graph.ops.linear_attention import gated_delta, lightning
 from atom.graph.ops.lora import ends_of_experts, expand_lora, grouped_lora, lora, pair_adapters
-from atom.graph.ops.moe import add_norm_router, combine, experts, group, grouped_linear, plain_experts, router
+from atom.graph.ops.moe import (
+    add_norm_router,
+    combine,
+    experts,
+    group,
+    grouped_linear,
+    identity_share,
+    plain_experts,
+    router,
+    sparse_mixer,
+    weigh_inputs,
+)  # fmt: skip
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
 
@@ -80,10 +91,11 @@ __all__ = [
     "add_norm_linear", "add_norm_router", "add_rms_norm", "all_gather", "all_reduce", "attend", "attend_latent",
     "attention", "causal_conv", "causal_mask", "clamp", "collect", "combine", "dispatch", "embedding",
     "ends_of_experts", "expand_lora", "experts", "gated_activate", "gated_delta", "gated_linear", "gather_tokens",
-    "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "join", "layer_norm", "lightning",
-    "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope",
-    "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention", "paged_mla_attention",
-    "pair_adapters", "plain_experts", "receive", "recurrent", "reduce_scatter", "rms_norm", "rope", "rotary", "router",
-    "row_shape", "run_batch", "scale", "scale_by_rms", "selective_scan", "send", "softcap", "split", "split_heads",
-    "ssd", "ssm_decay", "sum_squares", "time_step", "xielu",
+    "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "join",
+    "layer_norm", "lightning", "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul",
+    "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention",
+    "paged_mla_attention", "pair_adapters", "plain_experts", "receive", "recurrent", "reduce_scatter", "rms_norm",
+    "rope", "rotary", "router", "row_shape", "run_batch", "scale", "scale_by_rms", "selective_scan", "send",
+    "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "sum_squares", "time_step", "weigh_inputs",
+    "xielu",
 ]  # fmt: skip

@@ -29,18 +29,20 @@ from atom.graph.quantize_rows import round_rows
 from atom.graph.types import Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-
-
 SCORES = ("softmax", "sigmoid")
+RANKS = ("scores", "logits")
+SPARSE_MIXED = 2  # experts of a token that sparse_mixer chooses
 
 
 def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | None = None, *, top_k: int,
             method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-            renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Type, Type]:  # fmt: skip
+            renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+            ranks: str = "scores") -> tuple[Type, Type]:  # fmt: skip
     experts, inner = weight.shape
     need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
     need(method in METHODS, f"there is no routing method '{method}'; methods: {', '.join(METHODS)}")
     need(score in SCORES, f"there is no score '{score}'; scores: {', '.join(SCORES)}")
+    need(ranks in RANKS, f"experts are not chosen by '{ranks}'; choices: {', '.join(RANKS)}")
     need(all(each is None or each.shape == (experts,) for each in (bias, correction)), f"{bias}, {correction}")
     need(top_k > 0 and groups > 0, f"{top_k} experts of {groups} groups")
     candidates = int(experts) if method == "greedy" else top_groups * divide(experts, groups)
@@ -53,7 +55,8 @@ def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | 
 @op(_router, weight=1)
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+           ranks: str = "scores") -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k] of each token's experts.
 
     Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
@@ -61,18 +64,21 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     the choice only and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
     the chosen scores, brought to a sum of 1 by renormalize, times scale. Experts E to E + shared - 1, which are all
     tokens', come last with a weight of 1; there are k of both.
+
+    ranks: what the correction is added to and the choice is by, scores or logits.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
-    ranks = scores if correction is None else scores + correction.float()
+    ranked = logits if ranks == "logits" else scores
+    ranked = ranked if correction is None else ranked + correction.float()
     if groups > 1 and method != "greedy":
-        grouped = ranks.view(len(x), groups, -1)
+        grouped = ranked.view(len(x), groups, -1)
         best = (
             grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1) if method == "noaux_tc" else grouped.amax(-1)
         )
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, dim=-1).indices, True)
-        ranks = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-    ids = ranks.topk(top_k, dim=-1).indices
+        ranked = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = ranked.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -90,15 +96,60 @@ def _add_norm_router(a: Type, b: Type, norm: Type, weight: Type, bias: Type | No
 def add_norm_router(
     a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None,
     *, eps: float, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-    renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+    renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """a and b [T, H], norm [H], the others as in router -> router(rms_norm(a + b)), rms_norm(a + b), a + b"""
     normed, total = add_rms_norm(a, b, norm, eps=eps)
     weights, ids = router(
         normed, weight, bias, correction, top_k=top_k, method=method, score=score, groups=groups,
-        top_groups=top_groups, renormalize=renormalize, scale=scale, shared=shared,
+        top_groups=top_groups, renormalize=renormalize, scale=scale, shared=shared, ranks=ranks,
     )  # fmt: skip
     return weights, ids, normed, total
+
+
+def _sparse_mixer(x: Type, weight: Type, *, jitter: float) -> tuple[Type, Type]:
+    return _router(x, weight, top_k=SPARSE_MIXED)
+
+
+@op(_sparse_mixer, weight=1)
+def sparse_mixer(x: Tensor, weight: Tensor, *, jitter: float) -> tuple[Tensor, Tensor]:
+    """x [T, H], weight [E, H] -> weights fp32[T, 2] and ids i64[T, 2] of each token's experts (Liu et al. 2024)
+
+    The best expert, then the best of the others. Each is weighted by a softmax over the logits, without those before
+    it, that are below its own by at most 2 jitter of the larger one of their magnitude and its own.
+    """
+    logits = F.linear(x.float(), weight.float())
+    left, weights, ids = logits, [], []
+    for _ in range(SPARSE_MIXED):
+        best, chosen = left.max(-1, keepdim=True)
+        is_low = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+        weights.append(left.masked_fill(is_low, float("-inf")).softmax(-1).gather(1, chosen))
+        ids.append(chosen)
+        left = left.scatter(1, chosen, float("-inf"))
+    return torch.cat(weights, 1), torch.cat(ids, 1)
+
+
+def _weigh_inputs(x: Type, weights: Type) -> tuple[Type, Type]:
+    need(weights == Type("fp32", (x.shape[0], 1)), f"the weights are {weights}, for one expert of each row of {x}")
+    return x, weights
+
+
+@op(_weigh_inputs)
+def weigh_inputs(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H], weights fp32[T, 1] of each token's expert -> its input times its weight [T, H], and ones fp32[T, 1]"""
+    return x * weights.to(x.dtype), torch.ones_like(weights)
+
+
+def _identity_share(x: Type, weights: Type, ids: Type, *, experts: int) -> Type:
+    need(weights.shape == ids.shape and ids.shape[0] == x.shape[0], f"{weights} and {ids} are the choice of {x}")
+    return x.with_last(1)
+
+
+@op(_identity_share)
+def identity_share(x: Tensor, weights: Tensor, ids: Tensor, *, experts: int) -> Tensor:
+    """x [T, H], weights fp32[T, k], ids i64[T, k] -> [T, 1] in the dtype of x, the weights of experts from number
+    `experts` on, whose result is their input (Meituan LongCat Team 2025)"""
+    return weights.masked_fill(ids < experts, 0.0).sum(-1, keepdim=True).to(x.dtype)
 
 
 def _group(x: Type, ids: Type, first: Type | None = None, *, experts: int) -> tuple[Type, Type, Type]:

@@ -26,7 +26,7 @@ from atom.runtime.engine import Engine
 from atom.runtime.step.input import StepInput
 from atom.runtime.step.runner import Pending, Runner
 
-ROUTERS = (ops.router, ops.add_norm_router)  # the second result of which are the ids of experts
+ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer)  # the second result of which are the ids of experts
 NUM_STEPS = 16  # that are counted
 
 Key = tuple[Op, str]  # an op and the backend of its kernel

@@ -29,6 +29,7 @@ from atom.jobs.compare.trace import Trace, Value, is_choice
 SUFFIX = ".weight"
 EXPERTS = ".experts"  # of the path of a module with all experts of a layer
 NORMS = (ops.rms_norm, ops.layer_norm)
+ROUTERS = (ops.router, ops.sparse_mixer)
 
 
 class Place(NamedTuple):
@@ -59,9 +60,9 @@ def places_by(call: Node) -> Iterator[tuple[str, Place]]:
     if not stored.name.endswith(SUFFIX):
         return
     module = stored.name.removesuffix(SUFFIX)
-    if call.target in (*NORMS, ops.linear, ops.router) and isinstance(call.args[0], Node):
+    if call.target in (*NORMS, ops.linear, *ROUTERS) and isinstance(call.args[0], Node):
         yield call.args[0].name, Place(module, "input")
-    if call.target is ops.router:
+    if call.target in ROUTERS:
         yield from zip(
             (node.name for node in results_of(call)), (Place(module, "weights"), Place(module, "ids")), strict=True
         )

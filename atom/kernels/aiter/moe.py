@@ -21,7 +21,8 @@ from atom.kernels.triton.activations import Gate
 
 def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *,
            top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+           ranks: str = "scores") -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits are torch's GEMM in float32: AITER's rounds to the dtype of x, which would choose other experts."""
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     weights = logits.new_empty(len(x), top_k)

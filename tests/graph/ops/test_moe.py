@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from atom.graph import Type, ops
@@ -87,6 +91,53 @@ def test_routing_with_a_correction_is_that_of_deepseek_v3(groups: int, top_group
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_choice_by_corrected_logits_is_that_of_kolibri(renormalize: bool):
+    module = made(Kolibri1TopKRouter, num_experts_per_tok=3, norm_topk_prob=renormalize)
+    assert_routes_like(
+        module, module.weight, None, module.e_score_correction_bias, top_k=3, method="noaux_tc", score="sigmoid",
+        ranks="logits", renormalize=renormalize,
+    )  # fmt: skip
+
+
+def test_sparse_mixing_is_that_of_phi_3_5_moe():
+    module = made(PhimoeTopKRouter, num_experts_per_tok=2, router_jitter_noise=0.2, input_jitter_noise=0.0).eval()
+    x = torch.randn(200, H)
+    _, weights, ids = module(x)
+    ours, chosen = checked(ops.sparse_mixer, x, module.weight, jitter=0.2)
+    assert torch.equal(chosen, ids)
+    torch.testing.assert_close(ours, weights)
+    assert 0 < (weights == 1).sum() < weights.numel(), "some have no other expert near them"
+
+
+def test_an_expert_of_weighed_inputs_is_that_of_llama_4():
+    module = made(Llama4TextMoe, num_experts_per_tok=1)
+    x = torch.randn(T, H)
+    weights, ids = ops.router(x, module.router.weight, top_k=1, score="sigmoid")
+    weighed, ones = checked(ops.weigh_inputs, x, weights)
+    gate_up, down = module.experts.gate_up_proj.mT, module.experts.down_proj.mT
+    y = ops.experts(weighed, ones, ids, gate_up, down, kind="silu") + module.shared_expert(x)
+    torch.testing.assert_close(y, module(x)[0], rtol=1e-4, atol=1e-3)  # sums of thousands
+    with pytest.raises(ValueError, match=r"the weights are fp32\[T, 2\], for one expert"):
+        ops.weigh_inputs.infer(Type("bf16", ("T", H)), Type("fp32", ("T", 2)))
+
+
+def test_experts_that_give_their_input_are_those_of_longcat():
+    module = made(LongcatFlashMoE, moe_topk=2, num_experts_per_tok=2, n_routed_experts=E, zero_expert_num=3,
+                  expert_ffn_hidden_size=W, routed_scaling_factor=1.5)  # fmt: skip
+    x, router = torch.randn(T, H), module.router
+    router.e_score_correction_bias *= 0.05
+    weights, ids = ops.router(
+        x, router.classifier.weight, None, router.e_score_correction_bias, top_k=2, method="noaux_tc", score="softmax",
+        scale=1.5,
+    )  # fmt: skip
+    here = module.experts.gate_up_proj[:E], module.experts.down_proj
+    y = ops.experts(x, weights, ids, *here, None, None, torch.tensor([0]), kind="silu")
+    share = checked(ops.identity_share, x, weights, ids, experts=E)
+    assert 0 < (share > 0).sum() < T
+    torch.testing.assert_close(y + x * share, module(x[None])[0], rtol=1e-5, atol=1e-3)  # sums of thousands
+
+
 def test_a_correction_chooses_but_does_not_weigh():
     x, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [0.0]])
     weights, ids = ops.router(
@@ -123,6 +174,8 @@ def test_what_does_not_route_is_refused():
         ops.router.infer(x, weight, top_k=2, method="random")
     with pytest.raises(ValueError, match="there is no score 'relu'; scores: softmax, sigmoid"):
         ops.router.infer(x, weight, top_k=2, score="relu")
+    with pytest.raises(ValueError, match="experts are not chosen by 'ids'; choices: scores, logits"):
+        ops.router.infer(x, weight, top_k=2, ranks="ids")
     with pytest.raises(ValueError, match=r"None, fp32\[7\]"):
         ops.router.infer(x, weight, None, Type("fp32", (7,)), top_k=2)
     with pytest.raises(ValueError, match="x has 24 columns, the weight 23"):

@@ -41,6 +41,7 @@ class Rule(NamedTuple):
     renormalize: bool
     scale: float
     shared: int
+    ranks: str
 
 
 class Router:
@@ -52,11 +53,11 @@ class Router:
     def router(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
         method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-        renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+        renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
         experts is chosen"""
-        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared)
+        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks)
         if 0 < len(x) <= FEW_TOKENS:
             return self._route_few(x, None, None, weight, bias, correction, 0.0, rule)[:2]
         return route(x, weight, bias, correction, rule)
@@ -65,9 +66,10 @@ class Router:
         self, a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None,
         correction: Tensor | None = None, *, eps: float, top_k: int, method: str = "greedy", score: str = "softmax",
         groups: int = 1, top_groups: int = 1, renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+        ranks: str = "scores",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """a and b [T, H], norm [H], the rest as of `router` -> weights and ids, rms_norm(a + b), a + b"""
-        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared)
+        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks)
         if 0 < len(a) <= FEW_TOKENS:
             return self._route_few(a, b, norm, weight, bias, correction, eps, rule)
         x, total = normalize(a, b, norm, eps)
@@ -146,9 +148,9 @@ def _constants(experts: int, rule: Rule, is_few: bool) -> dict[str, Any]:
     members = next_power_of_2(experts // groups)
     block_g = next_power_of_2(groups)
     return {
-        "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "HAS_SOFTMAX": rule.score == "softmax",
-        "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups, "TOP_GROUPS": rule.top_groups,
-        "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
+        "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "BY_LOGITS": rule.ranks == "logits",
+        "HAS_SOFTMAX": rule.score == "softmax", "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups,
+        "TOP_GROUPS": rule.top_groups, "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
         "BLOCK_S": next_power_of_2(max(rule.shared, 1)), "COUNTED": is_few and block_g * members <= MAX_COUNTED,
     }  # fmt: skip
 
@@ -184,25 +186,26 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
 
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
-                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
-                   HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
+                   HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
                    RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
                    COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     _choose(logits + token * EXPERTS, tokens.to(tl.int64) * EXPERTS, bias, correction, weights, ids, token, scale,
-            NUM_PARTS, EXPERTS, TOP_K, SHARED, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G,
-            BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
+            NUM_PARTS, EXPERTS, TOP_K, SHARED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE,
+            BLOCK_G, BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
 
 
 @jit
 def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, weights, ids, arrived, a_stride, b_stride,
                       eps, scale, INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-                      EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
-                      HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                      RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-                      COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
+                      HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+                      TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     """Scores of BLOCK_E experts for one token; the last of its programs to arrive chooses."""
     part, token = tl.program_id(0), tl.program_id(1)
     experts, inner = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_I)
@@ -226,15 +229,16 @@ def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, we
     if tl.atomic_add(arrived + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + token, 0)
         _choose(logits + token * EXPERTS, 0, bias, correction, weights, ids, token, scale, 1, EXPERTS, TOP_K, SHARED,
-                HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
+                BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
                 COUNTED)  # fmt: skip
 
 
 @jit
 def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, NUM_PARTS: tl.constexpr,
-            EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
-            HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
-            BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
+            EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
+            HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+            RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+            COUNTED: tl.constexpr):  # fmt: skip
     """A token's experts and their weights by its logits, in parts to be summed; experts are a rectangle, a row a group.
 
     With COUNTED an expert's place among the chosen is the number of better ones.
@@ -250,6 +254,7 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
         scores += tl.load(logits + part * part_stride + experts, mask=is_expert, other=0.0, cache_modifier=".cg")
     if bias is not None:
         scores += tl.load(bias + experts, mask=is_expert, other=0.0).to(tl.float32)
+    ranks = scores
     if HAS_SOFTMAX:
         scores = tl.where(is_expert, scores, float("-inf"))
         scores = tl.exp(scores - tl.max(scores))
@@ -257,7 +262,8 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
     else:
         scores = tl.sigmoid(scores)
 
-    ranks = scores
+    if not BY_LOGITS:
+        ranks = scores
     if correction is not None:
         ranks += tl.load(correction + experts, mask=is_expert, other=0.0).to(tl.float32)
     ranks = tl.where(is_expert, tl.maximum(ranks, LOWEST), float("-inf"))  # of NaN the lowest: an expert is still named

@@ -24,6 +24,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "one group of three": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 1},
     "groups of one": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 12, "top_groups": 5},
     "experts that all tokens share": {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2},
+    "chosen by logits": {"top_k": 3, "method": "noaux_tc", "score": "sigmoid", "renormalize": True, "ranks": "logits"},
     "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
 }  # fmt: skip
 

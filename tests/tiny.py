@@ -194,6 +194,8 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("Jais2Config", {}),
     "kolibri1": ("Kolibri1Config", {**EXPERTS, "num_experts": 8, "head_dim": 16, "shared_expert_intermediate_size": 20, "sliding_window": 9, "norm_topk_prob": True,
                                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "longcat_flash": ("LongcatFlashConfig", {**MLA, "head_dim": 8, "num_hidden_layers": 4, "q_lora_rank": 20, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3,
+                                             "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24, "routed_scaling_factor": 2.0}),
     "mellum": ("MellumConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9,
                                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "ministral": ("MinistralConfig", {"sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),

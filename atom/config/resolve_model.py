@@ -185,13 +185,17 @@ def check_branches(model: ModelConfig) -> None:
         groups = [Group.parse(each) for each in names]
         if any(group.ahead for group in groups) and (model.residual != "sequential" or not model.norm.before):
             raise UnsupportedError(f"{at}: a block ahead of another is for model.residual=sequential with norms before")
-        for name in (name for group in groups for name in (*group.ahead, *group.names)):
+        if any(group.later for group in groups) and (model.residual != "sequential" or model.norm.after):
+            raise UnsupportedError(f"{at}: what is added later is for model.residual=sequential without norms after")
+        for name in (name for group in groups for name in group.all):
             if name not in known:
                 raise ConfigError(
                     f"{at}: there is no block {name}{did_you_mean(name, known)}; blocks: {', '.join(known)}"
                 )
         if not 0 < len(names) <= MAX_BRANCHES:
             raise ConfigError(f"{at} has {len(names)} blocks; a layer has 1 or {MAX_BRANCHES}")
+    if any(group.later for group in model.groups_of(model.layers - 1)):
+        raise ConfigError("model.branches: no layer comes after the last one, to which its a~b could be added")
     if model.shared_blocks is not None and not any(">" in name for names in model.branches.values() for name in names):
         raise ConfigError(f"model.shared_blocks={model.shared_blocks}: model.branches has no a>b; leave it out")
 

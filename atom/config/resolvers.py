@@ -5,6 +5,7 @@
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
+    ${div:${hf:scale_depth},${sqrt:${hf:num_hidden_layers}}}
     ${finite:${hf:time_step_limit.1,null}}
 
 null, as a key that config.json has not, gives null. A value of another type is a ConfigError that names the field.
@@ -96,6 +97,30 @@ def round_up(number: Any, multiple: Any, *, _node_: Any) -> int | None:
     return int(-(-number // multiple) * multiple)
 
 
+def mul(a: Any, b: Any, *, _node_: Any) -> int | float | None:
+    """a * b"""
+    if a is None or b is None:
+        return None
+    check_numbers(a, b, node=_node_)
+    return a * b  # type: ignore[no-any-return]
+
+
+def div(a: Any, b: Any, *, _node_: Any) -> float | None:
+    """a / b"""
+    if a is None or b is None:
+        return None
+    check_numbers(a, b, node=_node_)
+    return a / b  # type: ignore[no-any-return]
+
+
+def sqrt(number: Any, *, _node_: Any) -> float | None:
+    """The square root."""
+    if number is None:
+        return None
+    check_numbers(number, node=_node_)
+    return math.sqrt(number)
+
+
 def finite(number: Any) -> Any:
     """A limit, null for an infinite one."""
     return None if isinstance(number, float) and math.isinf(number) else number
@@ -116,4 +141,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, repeat, where, spell, count, scaled, round_up, finite)
+RESOLVERS = (every, repeat, where, spell, count, scaled, round_up, mul, div, sqrt, finite)

@@ -105,6 +105,7 @@ class AttentionConfig:
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
     gate: str = one_of("none", "query")  # gqa; query: stored after each head's queries, its sigmoid weights the output
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
+    latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
@@ -321,15 +322,22 @@ class Group(NamedTuple):
 
     ahead: blocks that one reads what the other gives, the first of these the hidden states and the embedding; what the
     last one gives is added to what `names` read, and not to the hidden states
+    later: a block that reads the same, as in a~b; what it gives is added after the next layer
     """
 
     names: tuple[str, ...]
     ahead: tuple[str, ...] = ()
+    later: str | None = None
 
     @staticmethod
     def parse(text: str) -> Group:
-        *ahead, names = text.split(">")
-        return Group(tuple(names.split("+")), tuple(ahead))
+        *ahead, rest = text.split(">")
+        names, _, later = rest.partition("~")
+        return Group(tuple(names.split("+")), tuple(ahead), later or None)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.ahead, *self.names, *([self.later] if self.later else []))
 
 
 @dataclass
@@ -361,7 +369,7 @@ class ModelConfig:
     blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
     branches: dict[str, list[str]] = field(
         default_factory=dict
-    )  # layer type -> its blocks, a+b: at once, a>b: b reads what a gives, too; else attention, mlp
+    )  # layer type -> its blocks, a+b: at once, a>b: b reads what a gives, too; a~b: see Group; else attention, mlp
     shared_blocks: int | None = number(None, 1, MAX_LAYERS)  # that layers with a>b take in turn, in names {shared}
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
@@ -404,7 +412,7 @@ class ModelConfig:
 
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""
-        return [name for group in self.groups_of(layer) for name in (*group.ahead, *group.names)]
+        return [name for group in self.groups_of(layer) for name in group.all]
 
     def shared_use(self, layer: int) -> tuple[int, int]:
         """Which use of shared blocks a layer is, and the first layer with its block, which names it; else -1 and it."""

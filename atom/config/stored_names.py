@@ -10,14 +10,23 @@ from atom.checkpoint.stacked import find_stacked
 from atom.config.schema import ModelConfig
 
 
+def numbered(pattern: str) -> str:
+    """A regular expression of an escaped name, of any layer."""
+    for mark in ("{layer}", "{pair}", "{half}"):
+        pattern = pattern.replace(re.escape(mark), "[0-9]+")
+    return pattern
+
+
 def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
-    """The stored name of a role in a layer."""
+    """The stored name of a role in a layer; {pair} and {half} count layers by two."""
     name = model.weights[role]
     if layer is not None and layer >= model.layers and model.mtp_layer is not None:
         name, layer = name_of_mtp(model, name), layer - model.layers
     if layer is not None and ("{shared}" in name or "{use}" in name):
         use, first = model.shared_use(layer)
         name = name.replace("{shared}", str(first)).replace("{use}", str(use))
+    if layer is not None:
+        name = name.replace("{pair}", str(layer // 2)).replace("{half}", str(layer % 2))
     return name.replace("{layer}", str(layer))
 
 
@@ -39,7 +48,7 @@ def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set
     """The names that a role has in some layer."""
     stored = [model.weights[role] for role in roles if role in model.weights]
     stored += [name_of_mtp(model, name) for name in stored]
-    pattern = re.compile("|".join(map(re.escape, stored)).replace(re.escape("{layer}"), "[0-9]+"))
+    pattern = re.compile(numbered("|".join(map(re.escape, stored))))
     return {name for name in names if pattern.fullmatch(name)}
 
 
@@ -68,7 +77,10 @@ def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
 def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:
     """The stored names of stacked tensors, with those of their parts, see `atom.checkpoint.stacked.unstack`."""
     stacked = {
-        name: [model.weights[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
+        name: [
+            model.weights[role].replace("{pair}", "{layer}") + dot + part  # the number on both sides is the stored one
+            for role, dot, part in (each.partition(".") for each in parts)
+        ]
         for name, parts in model.stacked.items()
     }
     return stacked | {

@@ -95,6 +95,7 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     kv_a = writer.linear(h, "kv_a", rank + rotated, attention.bias, layer)
     latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, rotated], name=("latent", "k_rope"))
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
+    latent = writer.scale(latent, attention.latent_scale)
     k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
     q_rope, k_rope = rotate(writer, q_rope, rotary, "q_rope"), rotate(writer, k_rope, rotary, "k_rope")
     cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))

@@ -32,9 +32,10 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     """
     tokens, positions = write_tokens(writer)
     rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
-    states = [embed(writer, tokens, vocab)]
+    states, later = [embed(writer, tokens, vocab)], None
     for number, rotary in enumerate(rotaries_by_layer):
-        states.append(write_layer(writer, states[-1], rotary, number, embedded=states[0]))
+        x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later)
+        states.append(x)
     hidden = writer.norm(states[-1], "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
 
@@ -105,12 +106,14 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
 
 
 def write_layer(
-    writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None, embedded: Node | None = None
-) -> Node:
-    """x [T, H] -> [T, H]
+    writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None, embedded: Node | None = None,
+    earlier: Node | None = None,
+) -> tuple[Node, Node | None]:  # fmt: skip
+    """x [T, H] -> [T, H], and what is to be added after the next layer (shortcut-connected experts, Cai et al. 2024)
 
     h: what the first block reads; None: x, normed.
     embedded: the hidden states ahead of the first layer.
+    earlier: what a block of the layer before gave that is added after this one.
     """
     model, norm = writer.model, writer.model.norm
     is_after_only = model.layer_type(layer) in norm.after_only
@@ -138,17 +141,19 @@ def write_layer(
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
-    h = input_of(x, *blocks[0]) if h is None else h
+    h, later = input_of(x, *blocks[0]) if h is None else h, None
     if model.residual in ("sequential", "normed"):
         for place, (group, role) in enumerate(blocks):
             h = input_of(x, group, role) if place else h
+            if group.later is not None:
+                later = write_block(writer, h, group.later, rotary, layer)
             base = kept(h if model.residual == "normed" else x, group)
             x = add(base, writer.scale(given(h, group, role), model.residual_scale))
-        return x
+        return x if earlier is None else add(x, earlier), later
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
     all_given = [given(each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
-    return add(x, writer.scale(total, model.residual_scale))
+    return add(x, writer.scale(total, model.residual_scale)), None
 
 
 def write_ahead(

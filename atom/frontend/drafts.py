@@ -57,7 +57,7 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
         for (role, x), half in zip(normed.items(), halves, strict=True)
     )
     (rotary,) = rotaries(writer, positions, [layer])
-    x = write_layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
+    x, _ = write_layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
     writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
     writer = writers(DRAFT_HEAD)
     _write_tokens_of(writer, write_logits(writer, write_rows(writer)))
@@ -84,7 +84,8 @@ def write_eagle3(writers: Writers, draft: ModelConfig, states: Sequence[Node]) -
     (rotary,) = rotaries(writer, positions, [0])
     residual = h if required(draft.eagle3).norm_before_residual else x
     joined = writer.call(ops.join, e, h, name="h")
-    writer.program.output(write_layer(writer, residual, rotary, 0, joined))
+    x, _ = write_layer(writer, residual, rotary, 0, joined)
+    writer.program.output(x)
     writer, has_map = writers(DRAFT_HEAD, draft), "d2t" in draft.weights
     hidden = writer.norm(write_rows(writer), "final_norm", name="hidden")
     _write_tokens_of(writer, write_logits(writer, hidden, None if has_map else vocab))

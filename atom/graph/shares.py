@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from atom.graph import ops
 from atom.graph.graph import Program, call_of, node_leaves, type_of
-from atom.graph.recipes import Recipe
+from atom.graph.recipes import Offset, Recipe
 
 ENDS = {ops.grouped_linear: 2, ops.grouped_lora: 4}  # the argument that says where the rows of each expert end
 
@@ -33,8 +33,17 @@ def active_fractions(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
 
 def num_parts(experts: Node) -> int:
     """The number of ranks that divide the experts of this call."""
-    first = experts.args[7] if len(experts.args) > 7 else None
-    return 1 if first is None else int(first.ranks)
+    return _num_ranks(experts.args[7] if len(experts.args) > 7 else None)
+
+
+def num_parts_of_group(group: Node) -> int:
+    """The number of ranks that divide the experts by which a `group` call sorts."""
+    return _num_ranks(group.args[2] if len(group.args) > 2 else None)
+
+
+def _num_ranks(first: Recipe | None) -> int:
+    """The number of ranks with experts, by the number of a rank's first one."""
+    return int(first.ranks) if isinstance(first, Offset) else 1
 
 
 def group_of(node: Node) -> Node:
@@ -56,6 +65,4 @@ def active_fraction(node: Node) -> Fraction:
         return Fraction(1)
     group, ends = group_of(node), node.args[ENDS[node.target]]
     top_k, experts = group.args[1].meta["type"].shape[1], int(type_of(ends).shape[0])
-    if len(group.args) > 2:  # those of one rank
-        experts *= group.args[2].ranks
-    return Fraction(top_k, experts)
+    return Fraction(top_k, experts * num_parts_of_group(group))

@@ -15,6 +15,7 @@ import torch
 
 from atom.checkpoint import Checkpoint, StoredTensor
 from atom.config import ModelConfig
+from atom.config.stored_names import numbered
 from atom.dtypes import FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Graph, Recipe, Type
@@ -106,9 +107,10 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
     many is written."""
     if not stored:
         raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
-    names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
+    names = [*model.weights.values()]
+    layers = ("pair", -(-model.layers // 2)) if any("{pair}" in name for name in names) else ("layer", model.layers)
     experts = max((mlp.experts or 0 for mlp in model.mlps if mlp.kind == "moe"), default=0)
-    for placeholder, num_expected in (("layer", model.layers), ("expert", experts)):
+    for placeholder, num_expected in (layers, ("expert", experts)):
         numbers = _find_numbers(stored, names, placeholder)
         if numbers is not None and len(numbers) < num_expected:
             counted = f"{len(numbers)} {placeholder}s, its configuration says {num_expected}"
@@ -118,7 +120,7 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
 def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str) -> set[str] | None:
     """The numbers that stored names have for a placeholder; None if no name has it."""
     marked = (re.escape(name).partition(re.escape(f"{{{placeholder}}}")) for name in names)
-    fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, mark, _ in marked if mark}
+    fronts = {numbered(front) for front, mark, _ in marked if mark}
     if not fronts:
         return None
     find = re.compile(f"(?:{'|'.join(sorted(fronts))})([0-9]+)").match

@@ -813,6 +813,8 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {weighs: inputs}}", "router.weighs=inputs is for top_k=1, not for top_k=2"),
         ("model.mlp.0={kind: moe, experts: 8, top_k: 3, router: {method: sparsemixer}}", "router.method=sparsemixer is for top_k=2, not for top_k=3"),
         ("model.mlp.0={kind: moe, experts: 8, top_k: 3, zero_experts: 2, expert: plain}", "zero_experts=2 is not supported for plain experts"),
+        ("model.branches={x: ['attention~mlp', mlp]} model.layer_types=[full_attention,full_attention,x]", "no layer comes after the last one"),
+        ("model.branches={x: ['attention~mlp']} model.residual=parallel", "what is added later is for model.residual=sequential"),
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "model.attention.rope.beta_slow=0.0 must be a finite number above 0"),
         ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all of"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
@@ -876,6 +878,13 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "layers_block_type": ["linear_attention", "full_attention", "linear_attention"],
 }
 OWN_SIZES = {  # of a file that takes no others
+    "longcat_flash": {
+        "num_layers": 2,
+        "moe_topk": 2,
+        "ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 16,
+        "q_lora_rank": 16,
+    },
     "minimax_text_01": {"shared_intermediate_size": 0},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
@@ -888,8 +897,8 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
     if file.name not in ("auto", "eagle3"):  # the latter is no model by itself
         sizes = EVERY_SIZE | OWN_SIZES.get(file.name, {})
         model = load([f"model={file.name}", f"checkpoint={write(**sizes)}"]).model
-        heads = 0 if file.name in WITHOUT_ATTENTION else 4
-        assert (model.name, model.layers, model.attention.heads) == (file.name, 3, heads)
+        heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, 4 if file.name == "longcat_flash" else 3
+        assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
         assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value"))
 
 

@@ -53,6 +53,9 @@ def test_spell_gives_each_letter_its_type_and_count_the_number_of_them():
 def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
     assert value_of("${scaled:6656,2,3}") == 4437
     assert value_of("${scaled:100,1.29}") == 129
+    assert value_of("${mul:28,2}") == 56
+    assert value_of("${div:1.4,${sqrt:64}}") == 0.175
+    assert value_of("${mul:${div:null,2},${sqrt:null}}") is None
     assert value_of("${round_up:4437,256}") == 4608
     assert value_of("${round_up:512,256}") == 512
     assert value_of("${round_up:${scaled:null,2,3},256}") is None
@@ -72,6 +75,8 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${where:7,2,a,b}", "of.size: 7 is not a list of layers, of 2"),
         ("${spell:MEM,M,mamba,-,mlp}", "of.size: E in MEM is no type of layers; letters: M -"),
         ("${scaled:wide,2}", "of.size: wide is not a number above 0"),
+        ("${div:3,0}", "of.size: 0 is not a number above 0"),
+        ("${sqrt:-4}", "of.size: -4 is not a number above 0"),
         ("${round_up:6,0}", "of.size: 0 is not a number above 0"),
     ],
 )

@@ -95,6 +95,12 @@ def with_dense_norm(tensors: Tensors) -> Tensors:
     return tensors | {"model.layers.0.post_mlp_layernorm.weight": torch.zeros(48)}
 
 
+def without_zero_experts(tensors: Tensors) -> Tensors:
+    """Also the tensors of a layer that drafts, and none of experts that give their input."""
+    kept = {name: tensor for name, tensor in tensors.items() if not re.search(r"experts\.[678]\.", name)}
+    return kept | {"model.mtp.layers.0.eh_proj.weight": torch.zeros(48, 96)}
+
+
 LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0], "short_mscale": 1.3, "long_mscale": 1.2,
     "original_max_position_embeddings": 256,
@@ -276,6 +282,13 @@ FORMS = {
         fields={"first_k_dense_replace": 1, "rope_theta": 10000.0},
         without=("mlp_layer_types", "rope_parameters"),
     ),
+    "longcat_flash": HubForm(
+        f"{VLLM}/longcat_flash.py; meituan-longcat/LongCat-Flash-Chat",
+        fields={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "router_bias": False, "norm_topk_prob": False,
+                "rope_theta": 10000000.0, "num_layers": 2},
+        without=("rope_parameters", "head_dim", "qk_head_dim", "num_key_value_heads"),
+        edit=without_zero_experts,
+    ),
     "phimoe": HubForm(
         f"{VLLM}/phimoe.py; microsoft/Phi-3.5-MoE-instruct",
         changes={"rope_parameters": {**LONGROPE, "rope_type": "longrope", "rope_theta": 10000.0}},
@@ -320,7 +333,7 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "kolibri1", "phimoe"])
+@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "kolibri1", "longcat_flash", "phimoe"])
 def test_a_checkpoint_under_the_names_of_transformers_gives_its_logits(name: str, tmp_path: Path):
     model = tiny.save_changed(name, tmp_path / name, is_stacked=True)
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval())

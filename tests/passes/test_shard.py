@@ -334,6 +334,15 @@ def test_groups_with_tokens_of_their_own_share_experts(
         assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(2, experts=2), Mesh(1, data=2, experts=2)], ids=str)
+def test_experts_that_give_their_input_are_of_no_rank(mesh: Mesh, tmp_path: Path):
+    model = tiny.save_changed("longcat_flash", tmp_path / "longcat_flash")
+    tokens = tiny.prompt(40)
+    made = logits_of_ranks([f"checkpoint={tmp_path / 'longcat_flash'}", "dtype=fp32"], tokens, mesh)
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+
+
 def test_tokens_are_sent_to_the_ranks_that_have_experts_for_them():
     written = parse(MIXTURE)
     graph = sharded(written, Mesh(tensor=2, data=2, experts=4), dispatches=True)

@@ -30,7 +30,7 @@ from torch.fx import Node
 from atom.graph import TORCH_DTYPES, Graph, Program, Recipe, State, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipe_contents import held_bytes
-from atom.graph.shares import active_fraction, group_of, num_parts
+from atom.graph.shares import active_fraction, group_of, num_parts, num_parts_of_group
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
 from atom.state_rules import StateRule
@@ -210,7 +210,7 @@ def find_matmuls(node: Node, weights: Sequence[Recipe]) -> list[Matmul]:
     parts = groups = 1
     if node.target is ops.grouped_linear:
         group = group_of(node)
-        parts = group.args[2].ranks if len(group.args) > 2 else 1
+        parts = num_parts_of_group(group)
         groups = _num_groups(group.args[0])
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
     num_bytes, share = sum(map(held_bytes, weights)), float(active_fraction(node))

@@ -171,6 +171,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Model files that put blocks together which those above have; one test holds each against transformers.
 COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("AfmoeConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9, "mup_enabled": True, "route_scale": 2.5,
+                              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "bailing_moe_v2": ("SarvamMoEConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "n_group": 2, "topk_group": 1}),
     "cohere2": ("Cohere2Config", {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "axk1": ("AXK1Config", {**MLA, **EXPERTS, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "q_lora_rank": 20}),

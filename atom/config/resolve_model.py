@@ -130,6 +130,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
     if attention.gate == "query" and attention.qkv_by_head:
         raise ConfigError(f"{at}.qkv_by_head=true: a query gate is stored with q alone; leave it out")
+    if attention.gate == "none" and attention.gate_act != "sigmoid":
+        raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
     by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]

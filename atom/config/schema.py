@@ -103,7 +103,8 @@ class AttentionConfig:
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
-    gate: str = one_of("none", "query")  # gqa; query: stored after each head's queries, its sigmoid weights the output
+    gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
+    gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads

@@ -66,10 +66,22 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, name="a",
     )  # fmt: skip
+    if attention.gate == "head":
+        gate = writer.call(ops.split_heads, writer.linear(h, "o_gate", heads, False, layer), heads=heads, name="gate")
+        a = weigh(writer, a, gate, attention)
     a = writer.call(ops.merge_heads, a, name="a")
-    if attention.gate == "query":
-        a = writer.call(ops.mul, a, writer.call(ops.activate, gate, kind="sigmoid", name="gate"), name="a")
+    if attention.gate == "element":
+        gate = writer.linear(h, "o_gate", heads * dim, False, layer)
+    if attention.gate in ("query", "element"):
+        a = weigh(writer, a, gate, attention)
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
+
+
+def weigh(writer: Writer, a: Node, gate: Node, attention: AttentionConfig) -> Node:
+    """a [...] times its activated gate, of one shape or with one number in the last dim"""
+    weights = writer.call(ops.activate, gate, kind=attention.gate_act, name="gate")
+    weighed: Node = writer.call(ops.mul, a, weights, name="a")
+    return weighed
 
 
 def scale_of(writer: Writer, role: str, layer: int) -> Recipe:

@@ -1,4 +1,4 @@
-"""Families with recurrent state as the hub has them: config.json with its own fields, tensors under its own names."""
+"""Families as the hub has them: config.json with its own fields, tensors under its own names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HubForm(NamedTuple):
     """What a folder of the hub has where transformers writes something else."""
 
     source: str  # the loader that names and fields are taken from, and a checkpoint that has them
-    variant: str = ""  # of tiny.RECURRENT; "": of the form's name
+    variant: str = ""  # of tiny; "": of the form's name
     changes: Mapping[str, Any] = MappingProxyType({})  # of the variant's config
     fields: Mapping[str, Any] = MappingProxyType({})  # of config.json
     without: tuple[str, ...] = ()  # keys of config.json
@@ -166,6 +166,13 @@ FORMS = {
                 "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_nextn_predict_layers": 0, "q_lora_rank": None, "head_dim": 12},
         without=("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
         names={r"layers\.0\.block_sparse_moe\.": "layers.0.mlp."},  # the dense layer
+    ),
+    "afmoe": HubForm(
+        f"{VLLM}/afmoe.py; arcee-ai/Trinity-Mini",
+        changes={"layer_types": None, "global_attn_every_n_layers": 2},
+        fields={"rope_theta": 10000.0, "rope_scaling": None, "route_norm": True, "score_func": "sigmoid", "n_group": 1, "topk_group": 1, "num_expert_groups": 1,
+                "num_limited_groups": 1, "use_grouped_mm": True, "load_balance_coeff": 0.001},
+        without=("rope_parameters", "layer_types", "attention_bias"),
     ),
     "nemotron_h": HubForm(
         f"{VLLM}/nemotron_h.py; nvidia/NVIDIA-Nemotron-Nano-9B-v2",

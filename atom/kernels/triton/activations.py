@@ -36,6 +36,8 @@ def activation(x, KIND: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif KIND == "sigmoid":
         y = tl.sigmoid(x)
+    elif KIND == "softplus":
+        y = softplus(x)
     elif KIND == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)

@@ -128,7 +128,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 afmoe apertus arcee auto axk1 bailing_moe_v2 bamba cohere cohere2 cohere2_moe cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear lfm2 lfm2_moe kolibri1 llama llava llava_mistral longcat_flash mamba mamba2 mellum minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe
+hyperclovax internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear laguna lfm2 lfm2_moe kolibri1 llama llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu zamba2
 """
 

@@ -150,6 +150,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "tie_word_embeddings": True, "norm_eps": 1e-3}),
     "arcee": ("ArceeConfig", {"head_dim": 32, "rope_parameters": YARN}),
     "arcee_biases": ("ArceeConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 18, "v_head_dim": 11, "sliding_window": 9, "num_attention_heads": 8,
+                                            "attention_value_scale": 0.7, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8,
                                       "partial_rotary_factor": 0.5}),  # what transformers 5.17 reads in place of rotary_dim
     "minimax_m2_stacked": ("MiniMaxM2Config", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "head_dim": 20, "tie_word_embeddings": True,
@@ -198,6 +200,8 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
                                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "longcat_flash": ("LongcatFlashConfig", {**MLA, "head_dim": 8, "num_hidden_layers": 4, "q_lora_rank": 20, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3,
                                              "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24, "routed_scaling_factor": 2.0}),
+    "laguna": ("LagunaConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9, "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7,
+                                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 8, 8]}),
     "mellum": ("MellumConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9,
                                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "ministral": ("MinistralConfig", {"sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),

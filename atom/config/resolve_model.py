@@ -125,6 +125,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     if not attention.heads:
         raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
+    check_value_dim(attention, head_dim, at)
     kv_heads = attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
@@ -134,7 +135,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
-    by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
+    parameters = config.hf.get("rope_parameters") or {}
+    by_type = [name for name in parameters if isinstance(parameters[name], dict) and name not in model.branches]
     if by_type and attention.window_rope is None and attention.rope.kind != "none":
         raise UnsupportedError(
             f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
@@ -244,6 +246,13 @@ def gqa_head_dim(attention: AttentionConfig, hidden: int, at: str) -> int:
         divided = f"model.hidden={hidden} is not a multiple of {at}.heads={attention.heads}"
         raise ConfigError(f"{divided}; set {at}.head_dim")
     return attention.head_dim or hidden // attention.heads
+
+
+def check_value_dim(attention: AttentionConfig, head_dim: int, at: str) -> None:
+    """Check that values fit into the cache, which keeps keys and values of one size."""
+    if attention.kind == "gqa" and attention.value_dim is not None and attention.value_dim > head_dim:
+        more = f"{at}.value_dim={attention.value_dim} is more than head_dim={head_dim}"
+        raise UnsupportedError(f"{more}, the dims of keys; values of fewer dims are supported")
 
 
 def mla_head_dim(attention: AttentionConfig, at: str) -> int:

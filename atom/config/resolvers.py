@@ -4,6 +4,8 @@
     ${repeat:${every:2,sparse,dense,0},${hf:num_hidden_layers}}     # so many layers, of which the even ones are sparse
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
+    ${of_type:${hf:num_attention_heads_per_layer,null},${hf:layer_types,null},sliding_attention,${hf:num_attention_heads}}
+    ${add:${hf:sliding_window_size,null},1}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
     ${div:${hf:scale_depth},${sqrt:${hf:num_hidden_layers}}}
     ${finite:${hf:time_step_limit.1,null}}
@@ -76,6 +78,19 @@ def spell(text: Any, *pairs: Any, _node_: Any) -> list[str] | None:
     return [types[letter] for letter in letters]
 
 
+def of_type(listed: Any, types: Any, named: str, default: Any = None, *, _node_: Any) -> Any:
+    """The value that all layers of a type have, of a list with one for each layer; the default without a list.
+
+    A value that is no list is that of all layers.
+    """
+    if listed is None or not isinstance(listed, list | ListConfig):
+        return default if listed is None else listed
+    found = [each for each, kind in zip(listed, types or (), strict=False) if kind == named]
+    if any(each != found[0] for each in found):
+        raise ConfigError(f"{key_of(_node_)}: layers of type {named} differ in {spelled(listed)}; they have one value")
+    return found[0] if found else default
+
+
 def count(listed: Any) -> int | None:
     """The number of entries of a list, or of letters."""
     return len(listed) if isinstance(listed, str | list | ListConfig) else None
@@ -87,6 +102,14 @@ def scaled(number: Any, by: Any, divisor: Any = 1, *, _node_: Any) -> int | None
         return None
     check_numbers(number, by, divisor, node=_node_)
     return int(number * by / divisor)
+
+
+def add(number: Any, other: Any, *, _node_: Any) -> Any:
+    """number + other."""
+    if number is None or other is None:
+        return None
+    check_numbers(number, other, node=_node_)
+    return number + other
 
 
 def round_up(number: Any, multiple: Any, *, _node_: Any) -> int | None:
@@ -141,4 +164,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, repeat, where, spell, count, scaled, round_up, mul, div, sqrt, finite)
+RESOLVERS = (every, repeat, where, spell, of_type, count, scaled, add, round_up, mul, div, sqrt, finite)

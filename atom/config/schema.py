@@ -118,7 +118,7 @@ class AttentionConfig:
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
     nope_dim: int | None = number(None, 1, INT32)  # mla: dims of a head that have no position
     rope_dim: int | None = number(None, 1, INT32)  # mla: rotated dims of a head, one key for all of them
-    value_dim: int | None = number(None, 1, INT32)  # mla: dims of a head's values
+    value_dim: int | None = number(None, 1, INT32)  # dims of a head's values; null: head_dim
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope

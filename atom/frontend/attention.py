@@ -29,7 +29,8 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     """Grouped-query attention (Ainslie et al. 2023)."""
     model = writer.model
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
-    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    value_dim = attention.value_dim or dim
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * value_dim}
     if attention.gate == "query":  # one stored tensor has queries and gates of the first head, then of the next
         q, gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
         k, v = writer.linears(h, rows, attention.bias, layer)
@@ -55,6 +56,8 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     k = rotate(writer, k, rotary, "k")
     if attention.qk_norm == "behind_rope":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
+    if value_dim < dim:  # a cache keeps keys and values of one size
+        v = writer.call(ops.pad, v, size=dim, name="v")
     window = window_of(model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     more: list[Recipe | None] = []
@@ -66,12 +69,14 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, name="a",
     )  # fmt: skip
+    if value_dim < dim:
+        a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
     if attention.gate == "head":
         gate = writer.call(ops.split_heads, writer.linear(h, "o_gate", heads, False, layer), heads=heads, name="gate")
         a = weigh(writer, a, gate, attention)
     a = writer.call(ops.merge_heads, a, name="a")
     if attention.gate == "element":
-        gate = writer.linear(h, "o_gate", heads * dim, False, layer)
+        gate = writer.linear(h, "o_gate", heads * value_dim, False, layer)
     if attention.gate in ("query", "element"):
         a = weigh(writer, a, gate, attention)
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)

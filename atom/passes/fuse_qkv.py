@@ -16,7 +16,14 @@ from atom.graph import Graph, ops
 from atom.graph.graph import call_of
 from atom.passes.match import cat_linears, have_same_form
 
-WRAPPERS = (ops.rope, ops.rms_norm, ops.split_heads, ops.split)  # ops between a projection and its attention
+WRAPPERS = (
+    ops.rope,
+    ops.rms_norm,
+    ops.split_heads,
+    ops.split,
+    ops.scale,
+    ops.pad,
+)  # ops between a projection and its attention
 
 
 def fuse_qkv(graph: Graph) -> Graph:

@@ -93,6 +93,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("  delta: {gated_delta: {key_heads: 4, value_heads: 6, key_dim: 8, value_dim: 8}}", [], "model.blocks.delta.gated_delta.value_heads=6 is not a multiple of key_heads=4"),
         ("  delta: {gated_delta: {key_heads: 4}}", [], "model.blocks.delta.gated_delta.value_heads=0 must be a whole number from 1 to 2147483647"),
         ("", ["model.attention.gate=query", "model.attention.qkv_by_head=true"], "model.attention.qkv_by_head=true: a query gate is stored with q alone; leave it out"),
+        ("", ["model.attention.gate_act=softplus"], "model.attention.gate_act=softplus: the output has no gate; leave it out"),
+        ("", ["model.attention.value_dim=99"], "model.attention.value_dim=99 is more than head_dim=12, the dims of keys; values of fewer dims are supported"),
         ("branches: {conv: [conv+convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("branches: {conv: [attention>convs>conv, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("branches: {conv: [attention>conv]}", ["model.residual=parallel"], "model.branches.conv: a block ahead of another is for model.residual=sequential with norms before"),

@@ -50,6 +50,19 @@ def test_spell_gives_each_letter_its_type_and_count_the_number_of_them():
     assert [value_of(f"${{count:{given}}}") for given in ("M-*M", "[a,b]", "null")] == [4, 2, None]
 
 
+def test_of_type_is_the_value_of_the_layers_of_a_type():
+    types = ["full", "window", "window"]
+    assert value_of("${of_type:${listed},[full,window,window],window,4}", listed=[4, 6, 6]) == 6
+    assert value_of("${of_type:[4,6,6],${listed},full}", listed=types) == 4
+    assert value_of("${of_type:null,${listed},full,8}", listed=types) == 8
+    assert value_of("${of_type:3,${listed},full,8}", listed=types) == 3
+    assert value_of("${of_type:[4],[full],window,8}") == 8
+
+
+def test_add_leaves_null_as_it_is():
+    assert [value_of(text) for text in ("${add:128,1}", "${add:null,1}")] == [129, None]
+
+
 def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
     assert value_of("${scaled:6656,2,3}") == 4437
     assert value_of("${scaled:100,1.29}") == 129
@@ -77,6 +90,8 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${scaled:wide,2}", "of.size: wide is not a number above 0"),
         ("${div:3,0}", "of.size: 0 is not a number above 0"),
         ("${sqrt:-4}", "of.size: -4 is not a number above 0"),
+        ("${of_type:[4,6],[a,a],a}", "of.size: layers of type a differ in [4, 6]; they have one value"),
+        ("${add:wide,1}", "of.size: wide is not a number above 0"),
         ("${round_up:6,0}", "of.size: 0 is not a number above 0"),
     ],
 )

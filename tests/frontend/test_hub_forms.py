@@ -174,6 +174,24 @@ FORMS = {
                 "num_limited_groups": 1, "use_grouped_mm": True, "load_balance_coeff": 0.001},
         without=("rope_parameters", "layer_types", "attention_bias"),
     ),
+    "laguna": HubForm(
+        f"{VLLM}/laguna.py; poolside/laguna-XS.2",
+        changes={"gating": "per-element", "mlp_layer_types": ["sparse", "sparse", "dense"], "shared_expert_intermediate_size": 28},
+        fields={"moe_router_score_func": "sigmoid", "norm_topk_prob": True, "qkv_bias": False},
+        names={r"experts\.e_score": "gate.e_score", r"shared_expert\.": "shared_experts."},  # as transformers has them in memory
+        edit=stacked_experts,
+    ),
+    "mimo_v2_flash": HubForm(
+        f"{VLLM}/mimo_v2.py; XiaomiMiMo/MiMo-V2-Flash",
+        changes={"rms_norm_eps": 1e-3, "num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+                 "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        fields={"layernorm_epsilon": 1e-3, "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 0, 1], "rope_theta": 5000000, "swa_rope_theta": 10000,
+                "partial_rotary_factor": 0.334, "sliding_window_size": 8, "sliding_window": 8, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4,
+                "swa_head_dim": 18, "swa_v_head_dim": 11, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc", "n_shared_experts": None, "routed_scaling_factor": None},
+        without=("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"),
+        edit=lambda tensors: tensors | {"model.mtp.layers.0.eh_proj.weight": torch.zeros(4)},
+    ),
     "nemotron_h": HubForm(
         f"{VLLM}/nemotron_h.py; nvidia/NVIDIA-Nemotron-Nano-9B-v2",
         fields={"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "time_step_limit": [0.0, INF], "norm_eps": 1e-5, "mamba_proj_bias": False,

@@ -32,6 +32,7 @@ CALLS = [
     (ops.gumbel_argmax, ("bf16[T, 9]", "i64[T]", "fp32[T]", "fp32[T]", "i64[9]"), {}),
     (ops.join, ("bf16[T, 24]", "bf16[T, 7]", "bf16[T, 24]"), {}),
     (ops.split, ("bf16[T, 24]",), {"sizes": [16, 6, 2]}),
+    (ops.pad, ("bf16[T, 6, 4]",), {"size": 7}),
     (ops.split_heads, ("bf16[T, 24]",), {"heads": 6}),
     (ops.merge_heads, ("bf16[T, 6, 4]",), {}),
     (ops.rotary, ("i64[T]", "fp32[2]"), {}),

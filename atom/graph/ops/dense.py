@@ -181,6 +181,17 @@ def join(*parts: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def _pad(x: Type, *, size: int) -> Type:
+    need(isinstance(size, int) and size >= int(x.shape[-1]), f"size={size!r} is less than that of {x}")
+    return x.with_last(size)
+
+
+@op(_pad, heads={"x": 1})
+def pad(x: Tensor, *, size: int) -> Tensor:
+    """x [T, N, D] -> [T, N, size], with zeros after x"""
+    return F.pad(x, (0, size - x.shape[-1]))
+
+
 def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:
     are_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     need(are_sizes, f"sizes={sizes!r} is no list of whole numbers from 1")

@@ -45,6 +45,13 @@ def test_clamp_keeps_what_lies_within_the_limit():
     assert checked(ops.clamp, x, limit=0.5).tolist() == [0.25, -0.25, 0.5, -0.5]
 
 
+def test_pad_adds_zeros_and_never_cuts():
+    x = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+    assert checked(ops.pad, x, size=3).tolist() == [[[1.0, 2.0, 0.0]], [[3.0, 4.0, 0.0]]]
+    with pytest.raises(ValueError, match=r"size=1 is less than that of fp32\[T, 3, 2\]"):
+        ops.pad.infer(Type("fp32", ("T", 3, 2)), size=1)
+
+
 def test_xielu_is_that_of_transformers():
     reference = XIELUActivation(dtype=torch.float32)
     reference.alpha_p.data.fill_(0.3)
@@ -57,6 +64,7 @@ def test_xielu_is_that_of_transformers():
 def test_sigmoid_gates():
     x = torch.tensor([0.0, 1.0986123])
     torch.testing.assert_close(checked(ops.activate, x, kind="sigmoid"), torch.tensor([0.5, 0.75]))
+    torch.testing.assert_close(checked(ops.activate, x, kind="softplus"), torch.tensor([2.0, 4.0]).log())
 
 
 def test_swigluoai_clamps_gate_and_up_by_hand():
@@ -112,5 +120,7 @@ def test_a_gated_activation_takes_its_own_attributes_only():
 
 def test_every_activation_that_a_model_file_may_name_is_one_of_a_gate():
     (declared,) = (each.metadata["built"] for each in dataclasses.fields(MLPConfig) if each.name == "activation")
-    named = {*declared, *ALIASES.values(), "sigmoid"} - {"xielu"}  # sigmoid is a shared expert's, xielu of no gate
+    named = {*declared, *ALIASES.values(), "sigmoid", "softplus"} - {
+        "xielu"
+    }  # the two are of outputs, xielu is of no gate
     assert named == set(GATED_ACTIVATIONS)

@@ -256,6 +256,12 @@ class _Kernel:
         dtype, kind = FLOATS[_type(node).dtype], node.kwargs["kind"]
         return self._rounded(node, _call("gated", [gate, up, f"tl.{dtype}", f'"{kind}"', *limits]))
 
+    def _pad(self, node: Node, at: At, tile: _Tile) -> str:
+        x, column = node.args[0], at[-1]
+        width = _dims(x)[-1]
+        value = self._value(x, (*at[:-1], f"tl.minimum({column}, {width - 1})"), tile)
+        return self._rounded(node, f"tl.where({column} < {width}, {value}, 0.0)")
+
     def _split(self, node: Node, at: At, tile: _Tile) -> str:
         call = call_of(node)
         before = sum(call.kwargs["sizes"][: node.args[1]])
@@ -371,6 +377,7 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.time_step: _Kernel._time_step,
     ops.ssm_decay: _Kernel._ssm_decay,
     ops.group_rms_norm: _Kernel._group_rms_norm,
+    ops.pad: _Kernel._pad,
     ops.split: _Kernel._split,
     ops.split_heads: _Kernel._split_heads,
     ops.merge_heads: _Kernel._merge_heads,

@@ -132,6 +132,15 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 5, 12], w0: {0}[60], w1: fp32[60]):
     group_rms_norm_2 = generated.group_rms_norm(mul, w1, eps=0.1, groups=60)
     return group_rms_norm, group_rms_norm_1, group_rms_norm_2
 """,
+    "values as wide as keys": """\
+def piece(x0: {0}[A, 3, 5], x1: {0}[A, 3, 11]):
+    scale = generated.scale(x0, by=0.7)
+    pad = generated.pad(scale, size=8)
+    split, split_1 = generated.split(x1, sizes=[5, 6])
+    pad_1 = generated.pad(split, size=6)
+    merge_heads = generated.merge_heads(pad_1)
+    return pad, merge_heads
+""",
     "rows of two kinds": """\
 def piece(x0: {0}[A, 6], x1: {0}[B, 8]):
     gated_activate = generated.gated_activate(x0, kind="silu")

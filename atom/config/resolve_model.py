@@ -141,6 +141,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise UnsupportedError(
             f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
         )
+    if attention.kind == "mla" and attention.rope.query_growth and (attention.nope_dim or 0) % 2:
+        raise UnsupportedError(f"{at}.rope.query_growth: nope_dim={attention.nope_dim} is odd, queries grow by pairs")
     rotated = attention.rope_dim if attention.kind == "mla" else head_dim
     assert rotated is not None, "mla_head_dim checks it"
     ropes = [

@@ -11,7 +11,7 @@ from atom.config import AttentionConfig, ModelConfig, RopeConfig
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Recipe, Type, W, ops
+from atom.graph import KV, Full, Recipe, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.recipes import Measured
 
@@ -19,10 +19,10 @@ from atom.graph.recipes import Measured
 class Rotary(NamedTuple):
     """cos and sin of this step's positions, fp32[T, D / 2] each."""
 
-    cos: Node
-    sin: Node
+    keys: tuple[Node, Node] | None  # None: keys are not rotated
+    queries: tuple[Node, Node]  # as keys, but that queries may grow with the position
     interleaved: bool
-    queries: tuple[Node, Node] | None = None  # cos and sin of queries, if these are others
+    grown: tuple[Node, Node] | None = None  # mla: of the dims of queries that have no position, if these grow
 
 
 def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
@@ -49,11 +49,9 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     )
     if attention.qk_norm == "per_head":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    if rotary is not None and rotary.queries is not None:
-        q = rotate(writer, q, Rotary(*rotary.queries, rotary.interleaved), "q")
-    else:
-        q = rotate(writer, q, rotary, "q")
-    k = rotate(writer, k, rotary, "k")
+    if rotary is not None:
+        q = rotate(writer, q, rotary.queries, rotary.interleaved, "q")
+        k = rotate(writer, k, rotary.keys, rotary.interleaved, "k")
     if attention.qk_norm == "behind_rope":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     if value_dim < dim:  # a cache keeps keys and values of one size
@@ -114,7 +112,10 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
     latent = writer.scale(latent, attention.latent_scale)
     k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
-    q_rope, k_rope = rotate(writer, q_rope, rotary, "q_rope"), rotate(writer, k_rope, rotary, "k_rope")
+    if rotary is not None:
+        q = rotate(writer, q, rotary.grown, rotary.interleaved, "q")
+        q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")
+        k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope")
     cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))
     scales = [scale_of(writer, "k_scale", layer)] if cache.type.dtype == "fp8_e4m3" else []
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
@@ -128,16 +129,31 @@ ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, in
 
 def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rotary | None]:
     """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it."""
-    ropes = [rope_of(writer.model, layer) for layer in layers]
     made: dict[int, Rotary] = {}
-    for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
-        freqs, scale, queries = rope_freqs(rope), rotary_scale(rope), None
-        cos, sin = writer.call(ops.rotary, positions, freqs, scale=scale, name=("cos", "sin"))
-        if rope.query_growth:
-            growth = {"growth": rope.query_growth, "period": required(rope.original_max_position)}
-            queries = writer.call(ops.rotary, positions, freqs, scale=scale, **growth, name=("q_cos", "q_sin"))
-        made[key] = Rotary(cos, sin, rope.interleaved, queries)
-    return [None if rope is None else made[id(rope)] for rope in ropes]
+    found: list[Rotary | None] = []
+    for layer in layers:
+        rope = rope_of(writer.model, layer)
+        if rope is not None and id(rope) not in made:
+            made[id(rope)] = make_rotary(writer, positions, rope, required(attention_of(writer.model, layer)))
+        found.append(None if rope is None else made[id(rope)])
+    return found
+
+
+def make_rotary(writer: Writer, positions: Node, rope: RopeConfig, attention: AttentionConfig) -> Rotary:
+    def pair(freqs: Recipe, name: str, **scales: float) -> tuple[Node, Node]:
+        cos, sin = writer.call(ops.rotary, positions, freqs, **scales, name=(f"{name}cos", f"{name}sin"))
+        return cos, sin
+
+    freqs, scale = rope_freqs(rope), rotary_scale(rope)
+    keys = pair(freqs, "", scale=scale)
+    if not rope.query_growth:
+        return Rotary(keys, keys, rope.interleaved)
+    growth = {"growth": rope.query_growth, "period": required(rope.original_max_position)}
+    queries = pair(freqs, "q_", scale=scale, **growth)
+    if attention.kind != "mla":
+        return Rotary(keys, queries, rope.interleaved)
+    still = Full(0.0, Type("fp32", (required(attention.nope_dim) // 2,)))  # an angle of 0, at which cos only grows
+    return Rotary(keys, queries, rope.interleaved, pair(still, "grown_", **growth))
 
 
 def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
@@ -154,10 +170,11 @@ def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
     return None if rope.kind == "none" else rope
 
 
-def rotate(writer: Writer, x: Node, rotary: Rotary | None, name: str) -> Node:
-    if rotary is None:
+def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved: bool, name: str) -> Node:
+    """x [T, N, D] rotated by cos and sin; None: as it is"""
+    if pair is None:
         return x
-    rotated: Node = writer.call(ops.rope, x, rotary.cos, rotary.sin, interleaved=rotary.interleaved, name=name)
+    rotated: Node = writer.call(ops.rope, x, *pair, interleaved=interleaved, name=name)
     return rotated
 
 

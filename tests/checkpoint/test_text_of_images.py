@@ -28,7 +28,7 @@ VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hi
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 INTERN = {**SIGLIP, "image_size": [28, 28], "patch_size": [14, 14]}
 CLIP = {**SIGLIP, "image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"}
-MISTRAL4 = {**tiny.YARN_MLA, "original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1}
+MISTRAL4 = {**tiny.YARN_MLA, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_config and of vision_config
     "Gemma3": ({"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24}, {**SIGLIP, "image_size": 28, "patch_size": 14}),
     "Mistral3": ({"head_dim": 16, "model_type": "mistral"}, {**SIGLIP, "model_type": "pixtral", "head_dim": 8}),

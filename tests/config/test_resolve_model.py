@@ -95,6 +95,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("", ["model.attention.gate=query", "model.attention.qkv_by_head=true"], "model.attention.qkv_by_head=true: a query gate is stored with q alone; leave it out"),
         ("", ["model.attention.gate_act=softplus"], "model.attention.gate_act=softplus: the output has no gate; leave it out"),
         ("", ["model.attention.value_dim=99"], "model.attention.value_dim=99 is more than head_dim=12, the dims of keys; values of fewer dims are supported"),
+        ("", ["model.attention={kind: mla, kv_rank: 8, nope_dim: 5, rope_dim: 4, value_dim: 4}", "model.attention.rope.query_growth=0.1"],
+         "model.attention.rope.query_growth: nope_dim=5 is odd, queries grow by pairs"),
         ("branches: {conv: [conv+convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("branches: {conv: [attention>convs>conv, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("branches: {conv: [attention>conv]}", ["model.residual=parallel"], "model.branches.conv: a block ahead of another is for model.residual=sequential with norms before"),

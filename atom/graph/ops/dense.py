@@ -189,7 +189,7 @@ def _pad(x: Type, *, size: int) -> Type:
 @op(_pad, heads={"x": 1})
 def pad(x: Tensor, *, size: int) -> Tensor:
     """x [T, N, D] -> [T, N, size], with zeros after x"""
-    return F.pad(x, (0, size - x.shape[-1]))
+    return torch.cat((x, x.new_zeros(*x.shape[:-1], size - x.shape[-1])), -1)  # F.pad compiles for one number of tokens
 
 
 def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:

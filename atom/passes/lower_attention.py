@@ -31,11 +31,11 @@ def lower_attention(graph: Graph) -> Graph:
 
 
 def _lower(graph: Graph, attention: Node) -> None:
-    rotated, k, v, cache, *more = attention.args  # sinks, and scales of entries in fp8
+    rotated, k, v, cache, *more = attention.args  # sinks, scales of entries in fp8, slopes
     batch = graph.program_of(attention).input("batch", BATCH)
     (q, k, *turned), attributes = ahead_of_norm_rope(rotated, k)
     written = graph.insert(
-        attention, ops.norm_rope_write, q, k, v, *turned, cache, batch, *more[1:], name="q", **attributes
+        attention, ops.norm_rope_write, q, k, v, *turned, cache, batch, *more[1:3], name="q", **attributes
     )
     paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *more, **attention.kwargs)
     graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})

@@ -212,8 +212,9 @@ class _Writer:
         state = self._state(x)
         if not isinstance(state, Divided):
             return self.copy(node)
-        if len(x.meta["type"].shape) > 2:  # of each head by itself
-            return self.follow(node)
+        if len(x.meta["type"].shape) > 2:  # of each head by itself, which may have its own weight
+            weights = [each and self._share_of_heads(state, each) for each in (weight, *bias)]
+            return self._call(node, node.target, self._value(x), *weights, state=state)
         if node.target is not ops.rms_norm or bias:
             raise UnsupportedError(f"{node.name}: a layer norm over all heads cannot be divided; parallel.tensor=1")
         value, columns = self._value(x), int(x.meta["type"].shape[-1]) * state.copies
@@ -310,8 +311,9 @@ class _Writer:
         pair, heads, dim = cache.type.shape
         heads = int(heads) * state.copies // self._mesh.tensor
         own = replace(cache, type=replace(cache.type, shape=(pair, heads, dim)))
-        sinks = [each and self._share(each) for each in more[:1]]
-        return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *sinks, *more[1:], state=Divided())
+        for place in (0, 3):  # sinks and slopes, by head
+            more[place : place + 1] = [each and self._share(each) for each in more[place : place + 1]]
+        return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *more, state=Divided())
 
     def mla_attention(self, node: Node) -> None:
         q, q_rope, latent, k_rope, kv_b, cache, *scales = node.args
@@ -439,6 +441,10 @@ class _Writer:
             self._share(narrow(recipe, end - columns, end, dim), dim=dim, copies=each.copies)
             for end, (columns, each) in zip(ends, state.parts, strict=True)
         ), dim)  # fmt: skip
+
+    def _share_of_heads(self, state: Divided | Joined, weight: Recipe) -> Recipe:
+        """A rank's part of a norm's weight [N, D], or of [D], which all heads have."""
+        return weight if len(weight.type.shape) == 1 else self._share_as(state, weight)
 
     def _share(self, recipe: Recipe, axis: str = "tensor", dim: int = 0, copies: int = 1) -> Recipe:
         ranks = self._mesh.size(axis)

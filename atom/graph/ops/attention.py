@@ -67,26 +67,38 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     return torch.cat((rotated, rest), dim=-1).to(x.dtype)
 
 
-def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool[num_queries, num_keys], the last query at the last key; true if the query sees the key."""
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device, chunked: bool = False
+) -> Tensor:
+    """bool[num_queries, num_keys], the last query at the last key; true if the query sees the key.
+
+    chunked: a query sees the keys from a multiple of the window on, not as many as the window has
+    """
     queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     mask = keys <= queries
-    return mask if window is None else mask & (keys > queries - window)
+    if window is None:
+        return mask
+    return mask & (keys >= queries // window * window if chunked else keys > queries - window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
     """One sequence: q [Q, N, D] at the last Q of L positions, k [L, K, D], v [L, K, U] -> [Q, N, U], in float32.
 
-    A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025).
+    A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025). A slope fp32[N] lowers
+    scores by the distance of query and key (Press et al. 2022).
     """
     num_queries, heads, dim = q.shape
     grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
     scores = torch.einsum("qkgd,lkd->kgql", grouped, k.float()) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores.masked_fill_(~causal_mask(num_queries, k.shape[0], window, q.device), float("-inf"))
+    if slopes is not None:
+        newest = torch.arange(k.shape[0] - num_queries, k.shape[0], device=q.device).unsqueeze(1)
+        distances = newest - torch.arange(k.shape[0], device=q.device)
+        scores = scores - slopes.view(k.shape[1], -1, 1, 1) * distances
+    scores.masked_fill_(~causal_mask(num_queries, k.shape[0], window, q.device, chunked), float("-inf"))
     if sinks is not None:
         column = sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, num_queries, 1)
         scores = torch.cat((scores, column), dim=-1)
@@ -94,13 +106,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     return torch.einsum("kgql,lkd->qkgd", shares, v.float()).reshape(num_queries, heads, v.shape[2]).to(q.dtype)
 
 
-def _window(cache: KV, window: int | None) -> None:
+def _window(cache: KV, window: int | None, chunked: bool) -> None:
+    need(not chunked or window is not None, "chunks have the size of the window, which is none")
     need(cache.window is None or (window is not None and window <= cache.window),
           f"a query sees {window or 'all'} tokens, the cache keeps {cache.window}")  # fmt: skip
 
 
 def _sinks(sinks: Type | None, q: Type) -> None:
     need(sinks is None or sinks.shape == (q.shape[1],), f"the sinks are {sinks} for q {q}")
+
+
+def _slopes(slopes: Type | None, q: Type) -> None:
+    need(slopes in (None, Type("fp32", (q.shape[1],))), f"the slopes are {slopes} for q {q}")
 
 
 def need_scales(cache: KV, *scales: Type | None) -> None:
@@ -110,10 +127,11 @@ def need_scales(cache: KV, *scales: Type | None) -> None:
 
 
 def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, k_scale: Type | None = None,
-               v_scale: Type | None = None, *, scale: float, window: int | None = None,
-               softcap: float | None = None) -> Type:  # fmt: skip
-    _window(cache, window)
+               v_scale: Type | None = None, slopes: Type | None = None, *, scale: float, window: int | None = None,
+               softcap: float | None = None, chunked: bool = False) -> Type:  # fmt: skip
+    _window(cache, window, chunked)
     _sinks(sinks, q)
+    _slopes(slopes, q)
     need_scales(cache, k_scale, v_scale)
     tokens, heads, dim = q.shape
     need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
@@ -124,14 +142,15 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
 
 @op(_attention, level=SEMANTIC)
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None,
-              k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float, window: int | None = None,
-              softcap: float | None = None) -> Tensor:  # fmt: skip
-    """q [T, N, D], k and v [T, K, D], sinks [N] -> [T, N, D], causal: the T tokens are one whole sequence.
+              k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
+              scale: float, window: int | None = None, softcap: float | None = None,
+              chunked: bool = False) -> Tensor:  # fmt: skip
+    """q [T, N, D], k and v [T, K, D], sinks [N], slopes fp32[N] -> [T, N, D], causal: the T tokens are one sequence.
 
-    A query sees the window's tokens up to its own. The cache, where a lowered graph keeps k and v, is not touched, and
-    so the scales of its entries are not needed.
+    A query sees the window's tokens up to its own, or, chunked, those from a multiple of the window on. The cache,
+    where a lowered graph keeps k and v, is not touched, and so the scales of its entries are not needed.
     """
-    return attend(q, k, v, scale, window, softcap, sinks)
+    return attend(q, k, v, scale, window, softcap, sinks, slopes, chunked)
 
 
 def need_batch(batch: BatchType) -> None:
@@ -198,11 +217,13 @@ def write_entries(cache: PagedCache, batch: Batch, entries: Tensor) -> None:
 
 
 def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, k_scale: Type | None = None,
-                     v_scale: Type | None = None, *, scale: float, window: int | None = None,
-                     softcap: float | None = None) -> Type:  # fmt: skip
+                     v_scale: Type | None = None, slopes: Type | None = None, *, scale: float,
+                     window: int | None = None, softcap: float | None = None,
+                     chunked: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
-    _window(cache, window)
+    _window(cache, window, chunked)
     _sinks(sinks, q)
+    _slopes(slopes, q)
     need_scales(cache, k_scale, v_scale)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
     return q
@@ -210,12 +231,13 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
 
 @op(_paged_attention, level=LOWERED)
 def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
-                    window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
+                    scale: float, window: int | None = None, softcap: float | None = None,
+                    chunked: bool = False) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.
 
     q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N], k_scale and v_scale fp32[1], which
-    multiply entries in fp8 -> [T, N, D]
+    multiply entries in fp8, slopes fp32[N] -> [T, N, D]
     """
     out = torch.zeros_like(q)
     for own, entries in cached_entries(cache, batch):
@@ -223,7 +245,7 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
             each if scale_of is None else each.float() * scale_of
             for each, scale_of in zip(entries.unbind(1), (k_scale, v_scale), strict=True)
         )
-        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks)
+        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks, slopes, chunked)
     return out
 
 

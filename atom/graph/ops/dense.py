@@ -59,11 +59,23 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-@op(_norm)
+def _layer_norm(x: Type, weight: Type, bias: Type | None = None, *, eps: float) -> Type:
+    need(weight.shape in (x.shape[-1:], x.shape[1:]), f"the weight is {weight} for {x}")
+    need(bias is None or bias.shape == weight.shape, f"the bias is {bias} for {x}")
+    return x
+
+
+@op(_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
-    """x [..., H], weight [H], bias [H] -> [..., H]; in float32, rounded once (Ba et al. 2016)"""
+    """x [..., H], weight and bias [H] -> [..., H]; in float32, rounded once (Ba et al. 2016)
+
+    Heads x [T, N, H] may have a weight and bias each, [N, H].
+    """
     wide = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), weight.shape, weight.float(), wide, eps).to(x.dtype)
+    if weight.dim() == 1:
+        return F.layer_norm(x.float(), weight.shape, weight.float(), wide, eps).to(x.dtype)
+    y = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight
+    return (y if wide is None else y + wide).to(x.dtype)
 
 
 def _same(a: Type, b: Type) -> Type:

@@ -212,9 +212,14 @@ def _accepts_norm_router(
     return _accepts_router(target, a, *types, **rule) or _accepts_norm(target, a, norm)
 
 
-def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
-    """heads of up to 256 dims in bf16 and fp16; a cache in fp8 on gfx950"""
-    dim, cache = int(q.shape[-1]), next(each for each in types if isinstance(each, KV))
+def _accepts_attention(target: Target, q: Type, *types: Any, chunked: bool = False, **_attributes: Any) -> str | None:
+    """heads of up to 256 dims in bf16 and fp16, without slopes and chunks; a cache in fp8 on gfx950"""
+    place, cache = next((n, each) for n, each in enumerate(types) if isinstance(each, KV))
+    dim = int(q.shape[-1])
+    if chunked:
+        return "attends no chunks"
+    if any(each is not None for each in types[place + 5 :]):
+        return "lowers no scores by distance"
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
     if cache.type.dtype == FP8 and FNUZ in target.features:

@@ -31,10 +31,10 @@ class Attention(paged.Attention):
     def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
                         sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
                         scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
-                        query_len: int) -> None:  # fmt: skip
-        if not decode_attention.suits(q, cache, query_len):
+                        query_len: int, slopes: Tensor | None, chunked: bool) -> None:  # fmt: skip
+        if slopes is not None or chunked or not decode_attention.suits(q, cache, query_len):
             return super()._attend_decodes(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                           window, softcap, newest, query_len)  # fmt: skip
+                                           window, softcap, newest, query_len, slopes, chunked)  # fmt: skip
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
         kv_heads, dim = cache.shape[-2:]
         rows = q.shape[1] // kv_heads * query_len
@@ -44,13 +44,15 @@ class Attention(paged.Attention):
 
     def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
                         num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
-                        out: Tensor, scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip
+                        out: Tensor, scale: float, window: int | None, softcap: float | None, slopes: Tensor | None,
+                        chunked: bool) -> None:  # fmt: skip
         if self._tickets is None:
             self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
         num_prompts = len(lengths) - num_decodes
-        if not prefill_attention.suits(q, cache, num_decodes, num_prompts, window):
+        is_simple = slopes is None and not chunked
+        if not (is_simple and prefill_attention.suits(q, cache, num_decodes, num_prompts, window)):
             return super()._attend_prompts(q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out,
-                                           scale, window, softcap)  # fmt: skip
+                                           scale, window, softcap, slopes, chunked)  # fmt: skip
         blocks, places, plan = cache, table, None
         if cache.dtype != q.dtype:
             blocks, places, plan = self._context.unpack(cache, table, lengths, num_decodes, q.dtype)

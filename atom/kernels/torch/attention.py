@@ -25,12 +25,13 @@ class PagedAttention:
         self._plans = Plans(Workspace(), workspace_bytes)
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
-                 window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
+                 scale: float, window: int | None = None, softcap: float | None = None,
+                 chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
-        rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values), cache.blocks
-        plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch)
+        rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values, slopes), cache.blocks
+        plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch, chunked=chunked)
         if plan.num_decodes == len(q):
             return plan.decodes.attend(q, blocks, rule).to(q.dtype, copy=True)
         out = q.new_zeros(q.shape)

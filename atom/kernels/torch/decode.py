@@ -27,11 +27,15 @@ class Decodes:
     """The decodes of one step."""
 
     def __init__(self, workspace: Workspace, budget: int, cache: Tensor, value_dim: int, table: Tensor, lengths: Tensor,
-                 heads: int, window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
-        """budget in bytes of fp32 keys and values; cache, value_dim, tail as in Reader; table i32[S, M], lengths [S]"""
+                 heads: int, window: int | None, tail: torch.dtype | None = None,
+                 chunked: bool = False) -> None:  # fmt: skip
+        """budget in bytes of fp32 keys and values; cache, value_dim, tail as in Reader; table i32[S, M], lengths [S];
+        chunked as in the op"""
         block_size = cache.shape[1]
         lengths = lengths.long()
-        first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
+        first = torch.zeros_like(lengths)
+        if window is not None:
+            first = ((lengths - 1) // window * window if chunked else lengths - window).clamp_(min=0)
         at_once = budget // (cache.shape[2:].numel() * 4)  # positions
         size = _part_size((lengths - first).tolist(), at_once)
         num_parts = (lengths - first + (size - 1)) // size
@@ -43,12 +47,22 @@ class Decodes:
         ends = lengths[self._sequence].unsqueeze(1)
         positions = (first[self._sequence] + self._place * size).unsqueeze(1) + torch.arange(size)
         mask = torch.zeros(positions.shape).masked_fill_(positions >= ends, MASKED)
+        distances = ends - 1 - positions
         positions = torch.minimum(positions, ends - 1)
         slots = table[self._sequence.unsqueeze(1), positions // block_size] * block_size + positions % block_size
         step = max(1, at_once // size)
         ranges = [slice(start, start + step) for start in range(0, len(slots), step)]
         self._groups = [
-            (parts, _Group(workspace, Reader(workspace, cache, value_dim, slots[parts], tail), mask[parts], heads))
+            (
+                parts,
+                _Group(
+                    workspace,
+                    Reader(workspace, cache, value_dim, slots[parts], tail),
+                    mask[parts],
+                    distances[parts],
+                    heads,
+                ),
+            )
             for parts in ranges
         ]
         self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
@@ -92,12 +106,13 @@ def _part_size(lengths: list[int], at_once: int) -> int:
 class _Group:
     """I parts of C positions that are attended together, and their buffers in the workspace."""
 
-    def __init__(self, workspace: Workspace, reader: Reader, mask: Tensor, heads: int) -> None:
-        """mask fp32[I, C], added to the scores"""
+    def __init__(self, workspace: Workspace, reader: Reader, mask: Tensor, distances: Tensor, heads: int) -> None:
+        """mask fp32[I, C], added to the scores; distances i64[I, C] of the positions to the query"""
         (num, size), (rows, _, dim), value_dim = mask.shape, reader.keys.shape, reader.values.shape[2]
         kv_heads = rows // num
         self._reader = reader
         self._keys = reader.keys.mT
+        self._distances = distances.view(num, 1, 1, size)
         self._mask = mask.repeat_interleave(kv_heads, dim=0).unsqueeze(1)
         self._q, self._out = workspace.take("q", num, heads, dim), workspace.take("out", num, heads, value_dim)
         self._q_rows, self._out_rows = (each.view(rows, heads // kv_heads, -1) for each in (self._q, self._out))
@@ -124,6 +139,10 @@ class _Group:
         else:
             torch.baddbmm(scores, self._q_rows, self._keys, beta=0, alpha=rule.scale / softcap, out=scores).tanh_()
             torch.add(self._mask, scores, alpha=softcap, out=scores)
+        if rule.slopes is not None:
+            num, rows, size = len(self._q), *scores.shape[1:]
+            slopes = rule.slopes.view(1, -1, rows, 1)
+            scores.view(num, -1, rows, size).sub_(slopes * self._distances)
 
     def _sum(self) -> Tensor:
         torch.bmm(self._scores, self._reader.values, out=self._out_rows)

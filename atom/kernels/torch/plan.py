@@ -39,26 +39,25 @@ class Plans:
         self._plans: dict[object, AttentionPlan] = {}  # by what may differ between layers
 
     def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
-             tail: torch.dtype | None = None) -> AttentionPlan:  # fmt: skip
+             tail: torch.dtype | None = None, chunked: bool = False) -> AttentionPlan:  # fmt: skip
         """The plan for layers with these arguments; cache.blocks, value_dim, tail as in Reader, others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
             self._batch = batch
-        key = (cache.kind, window, heads, value_dim, cache.blocks.shape, cache.blocks.dtype, tail)
+        key = (cache.kind, window, chunked, heads, value_dim, cache.blocks.shape, cache.blocks.dtype, tail)
         if key not in self._plans:
-            self._plans[key] = self._make(cache, value_dim, heads, window, batch, tail)
+            self._plans[key] = self._make(cache, value_dim, heads, window, batch, tail, chunked)
         return self._plans[key]
 
     def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
-              tail: torch.dtype | None) -> AttentionPlan:  # fmt: skip
+              tail: torch.dtype | None, chunked: bool) -> AttentionPlan:  # fmt: skip
         table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, batch.num_single_query
         decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
-                          batch.lengths[:num_decodes], heads, window, tail)  # fmt: skip
+                          batch.lengths[:num_decodes], heads, window, tail, chunked)  # fmt: skip
         bounds, ends = batch.starts.tolist(), batch.lengths.tolist()
+        arguments = self._workspace, blocks, value_dim
         prefills = [
-            Prefill(
-                self._workspace, blocks, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window, tail
-            )
+            Prefill(*arguments, table[row], slice(*bounds[row : row + 2]), ends[row], window, tail, chunked)
             for row in range(num_decodes, len(ends))
             if bounds[row] < bounds[row + 1]
         ]

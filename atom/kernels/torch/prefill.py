@@ -29,10 +29,11 @@ class Prefill:
     """One sequence of one step."""
 
     def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, table: Tensor, tokens: slice, length: int,
-                 window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
-        """cache, value_dim, tail as in Reader; table i32[M]; tokens of the step are the last of `length` positions"""
+                 window: int | None, tail: torch.dtype | None = None, chunked: bool = False) -> None:  # fmt: skip
+        """cache, value_dim, tail as in Reader; table i32[M]; tokens of the step are the last of `length` positions;
+        chunked as in the op"""
         self._workspace = workspace
-        self._window = window
+        self._window, self._chunked = window, chunked
         self._start = length - (tokens.stop - tokens.start)  # position of the first query
         self._base = self._first_visible(self._start)
         block_size = cache.shape[1]
@@ -44,14 +45,21 @@ class Prefill:
         )  # of the positions that a query sees
 
     def _first_visible(self, position: int) -> int:
-        return 0 if self._window is None else max(0, position - self._window + 1)
+        if self._window is None:
+            return 0
+        return position // self._window * self._window if self._chunked else max(0, position - self._window + 1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
         """q [Q, N, D], over the reader's positions keys fp32[K, C, D] and values fp32[K, C, U] -> out [Q, N, U]"""
         size = min(TILE, max(1, MAX_SCORES // (q.shape[1] * keys.shape[1])))
-        for first in range(0, len(q), size):
-            tile = slice(first, first + size)
+        first = 0
+        while first < len(q):
+            stop = min(first + size, len(q))
+            if self._chunked and self._window is not None:  # a tile sees one chunk
+                stop = min(stop, self._first_visible(self._start + first) + self._window - self._start)
+            tile = slice(first, stop)
             self._attend_tile(q[tile], self._start + first, keys, values, rule, out[tile])
+            first = stop
 
     def _attend_tile(self, q: Tensor, position: int, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
         """The tile of Q queries at `position` and after."""
@@ -68,9 +76,12 @@ class Prefill:
         torch.bmm(queries.flatten(1, 2), keys[:, seen].mT, out=scores.flatten(1, 2))
         if rule.softcap is not None:
             scores.tanh_().mul_(cap)
+        if rule.slopes is not None:
+            distances = torch.arange(position, position + num).unsqueeze(1) - torch.arange(low, position + num)
+            scores.sub_(rule.slopes.view(kv_heads, 1, group, 1) * distances.unsqueeze(1))
         square = torch.ones(num, num, dtype=torch.bool)
         scores[..., -num:].masked_fill_(square.triu(1).unsqueeze(1), -math.inf)
-        if self._window is not None:
+        if self._window is not None and not self._chunked:
             scores[..., :num].masked_fill_(square.tril(position - self._window - low).unsqueeze(1), -math.inf)
         if rule.sinks is None:
             torch.softmax(scores, -1, out=scores)

@@ -23,6 +23,7 @@ class Rule(NamedTuple):
     softcap: float | None = None  # of scaled dot products s: cap * tanh(s / cap)
     sinks: Tensor | None = None  # [N]: one more score per head, without a value
     value_scale: float = 1.0  # of the values, and so of their sums
+    slopes: Tensor | None = None  # fp32[N]: what a head's scores fall by with each position between query and key
 
 
 def softmax_(scores: Tensor) -> Tensor:

@@ -41,6 +41,32 @@ def test_attention_is_that_of_torch(window: int | None):
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("window", [1, 3, 64])
+def test_a_chunk_begins_at_a_multiple_of_the_window(window: int):
+    q, k, v = random_qkv(T)
+    chunks = torch.arange(T) // window
+    seen = (chunks.unsqueeze(1) == chunks) & visible(None)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.7, enable_gqa=True
+    ).transpose(0, 1)
+    out = checked(ops.attention, q, k, v, Cache(LAYER, None), scale=0.7, window=window, chunked=True)
+    torch.testing.assert_close(out, expected)
+    with pytest.raises(ValueError, match="chunks have the size of the window, which is none"):
+        checked(ops.attention, q, k, v, Cache(LAYER, None), scale=0.7, chunked=True)
+
+
+def test_slopes_are_a_bias_by_distance():
+    q, k, v = random_qkv(T)
+    slopes = torch.linspace(0.1, 0.6, N)
+    distances = torch.arange(T).unsqueeze(1) - torch.arange(T)
+    bias = (-slopes.view(-1, 1, 1) * distances).masked_fill(distances < 0, float("-inf"))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=bias, scale=0.7, enable_gqa=True
+    ).transpose(0, 1)
+    out = checked(ops.attention, q, k, v, Cache(LAYER, None), None, None, None, slopes, scale=0.7)
+    torch.testing.assert_close(out, expected)
+
+
 def eager(modeling: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, **kwargs: object) -> torch.Tensor:  # fmt: skip
     """The attention of a model of transformers, over [1, N, T, D]."""
     module = SimpleNamespace(num_key_value_groups=N // K, training=False, sinks=kwargs.pop("sinks", None))

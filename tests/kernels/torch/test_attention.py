@@ -27,7 +27,10 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, 
         dim=draw(st.sampled_from([8, 20, 36])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
         dtype=dtype, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
-    return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
+    slopes = torch.linspace(0.01, 0.3, kv_heads * group) if draw(st.booleans()) else None
+    chunked = window is not None and draw(st.booleans())
+    attributes = {"scale": 0.3, "window": window, "chunked": chunked, "softcap": draw(st.sampled_from([None, 1.5]))}
+    return case, {**attributes, "slopes": slopes}
 
 
 @settings(max_examples=80)

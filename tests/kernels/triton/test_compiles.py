@@ -103,6 +103,8 @@ rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, batch, 
 rope.norm_rope(q, k, angle, angle, bf16(128), bf16(128), eps=1e-6)
 paged.PagedAttention()(q, cache, batch, scale=0.1)
 paged.PagedAttention()(q, cache, batch._replace(query_len=3), scale=0.1, window=8)
+for query_len in (1, 3):
+    paged.PagedAttention()(q, cache, batch._replace(query_len=query_len), slopes=torch.ones(8), scale=0.1, window=8, chunked=True)
 for norm, turning in ((bf16(128), angle), (None, None)):
     paged.NormRopeAttention()(q, k, k, turning, turning, norm, norm, cache, batch, eps=1e-6, scale=0.1)
 fp8, scale = PagedCache(cache.blocks.to(torch.float8_e4m3fn), "full"), torch.ones(1)

@@ -101,6 +101,20 @@ def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr
 
 
 @jit
+def find_first(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first position that a query at this one sees, maybe below 0: by WINDOW, or chunks of that size."""
+    if CHUNKED:
+        return position // WINDOW * WINDOW
+    return position - WINDOW + 1
+
+
+@jit
+def load_slopes(slopes, heads, mask):
+    """The slopes of `heads` i32[M] in units of log2."""
+    return tl.load(slopes + heads, mask=mask, other=0.0) * LOG2E
+
+
+@jit
 def cap_scores(qk, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Dot products of queries and keys in fp8 of k_scale (None: 1) -> scores, but for `score_factor`."""
     if SOFTCAP is not None:
@@ -121,13 +135,18 @@ def score_factor(k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @jit
-def attend_tile(q, k, v, best, total, acc, is_seen, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def attend_tile(q, k, v, best, total, acc, is_seen, k_scale, slopes, distances, SCALE: tl.constexpr,
+                SOFTCAP: tl.constexpr):  # fmt: skip
     """Rows q [M, BLOCK_D] attend to k and v [N, BLOCK_D] where is_seen bool[M or 1, N]; None: everywhere (Dao 2023).
 
-    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far; k_scale fp32, None: 1.
+    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far; k_scale fp32, None: 1; slopes fp32[M], of
+    load_slopes, by the distances i32[M or 1, N] of keys from queries, None: 0.
     """
     factor = score_factor(k_scale, SCALE, SOFTCAP)
     scores = cap_scores(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), k_scale, SCALE, SOFTCAP)
+    if slopes is not None:
+        scores = scores * factor - slopes[:, None] * distances
+        factor = 1.0
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, 1) * factor)
@@ -140,9 +159,9 @@ def attend_tile(q, k, v, best, total, acc, is_seen, k_scale, SCALE: tl.constexpr
 
 @jit
 def attend_keys(
-    q, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale, slopes,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence, as in attend_tile.
 
@@ -157,8 +176,9 @@ def attend_keys(
         if MASKED:
             is_seen = positions[None, :] <= newest[:, None]
             if WINDOW is not None:
-                is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
-        best, total, acc = attend_tile(q, k, v, best, total, acc, is_seen, k_scale, SCALE, SOFTCAP)
+                is_seen = is_seen & (positions[None, :] >= find_first(newest, WINDOW, CHUNKED)[:, None])
+        distances = newest[:, None] - positions[None, :]
+        best, total, acc = attend_tile(q, k, v, best, total, acc, is_seen, k_scale, slopes, distances, SCALE, SOFTCAP)
     return best, total, acc
 
 

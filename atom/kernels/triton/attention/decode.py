@@ -33,9 +33,11 @@ from atom.kernels.triton.attention.common import (
     NOTHING,
     attend_tile,
     cap_scores,
+    find_first,
     find_owner,
     find_run,
     load_keys,
+    load_slopes,
     look_up,
     product_size,
     score_factor,
@@ -159,12 +161,12 @@ def _attend_newest(
     do_not_specialize_on_alignment=["table", "lengths", "slots"],
 )
 def _decode(
-    q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats, tickets,
-    num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, slopes, out, sums, stats,
+    tickets, num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a run of tiles of the kv head program_id(0). HEADS of keys, GROUP query heads to each, and QUERIES
     of each sequence.
@@ -181,7 +183,7 @@ def _decode(
     sequences = tl.arange(0, BLOCK_S)
     counts = tl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
     if WINDOW is not None:
-        counts = tl.minimum(counts, WINDOW + QUERIES - 1)
+        counts -= tl.maximum(find_first(counts - QUERIES, WINDOW, CHUNKED), 0)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
     tile, end, share = find_run(counts, program, PROGRAMS)
     sequence, before = find_owner(counts, tile)
@@ -196,11 +198,13 @@ def _decode(
         k_scale = tl.load(k_scale)
     if v_scale is not None:
         v_scale = tl.load(v_scale)
+    if slopes is not None:
+        slopes = load_slopes(slopes, head * GROUP + rows % GROUP, rows < ROWS)
     while tile < end:
         length = tl.load(lengths + sequence)
         oldest = 0
         if WINDOW is not None:
-            oldest = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
+            oldest = tl.maximum(find_first(length - QUERIES, WINDOW, CHUNKED), 0)
         after = before + tl.maximum(tl.cdiv(length - NEWEST - oldest, BLOCK_N), 1)
         run_end = tl.minimum(end, after)
         start = oldest + (tile - before) * BLOCK_N
@@ -236,13 +240,14 @@ def _decode(
                 tile_keys = unpack_bytes(tile_keys.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
                 tile_values = unpack_bytes(tile_values.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
             is_seen = (positions < stop)[None, :]
+            newest = length - QUERIES + rows % ROWS // GROUP
             if QUERIES > 1:
-                ends = length - (QUERIES - 1) + rows // GROUP
-                is_seen = is_seen & (positions[None, :] < ends[:, None])
+                is_seen = is_seen & (positions[None, :] <= newest[:, None])
                 if WINDOW is not None:
-                    is_seen = is_seen & (positions[None, :] >= ends[:, None] - WINDOW)
-            best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc, is_seen, k_scale, SCALE,
-                                           SOFTCAP)  # fmt: skip
+                    is_seen = is_seen & (positions[None, :] >= find_first(newest, WINDOW, CHUNKED)[:, None])
+            distances = newest[:, None] - positions[None, :]
+            best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc, is_seen, k_scale, slopes,
+                                           distances, SCALE, SOFTCAP)  # fmt: skip
         out_row = row * (QUERIES * HEADS * GROUP * DIM) + head * (GROUP * DIM)
         first_part, last_part = before // share, (after - 1) // share
         if first_part == last_part:
@@ -293,7 +298,8 @@ class Decode:
 
     def __call__(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
                  k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
-                 softcap: float | None, newest: Newest | None = None, query_len: int = 1) -> None:  # fmt: skip
+                 softcap: float | None, newest: Newest | None = None, query_len: int = 1,
+                 slopes: Tensor | None = None, chunked: bool = False) -> None:  # fmt: skip
         """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
         _, heads, dim = q.shape
@@ -311,9 +317,9 @@ class Decode:
             k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved = newest
             half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
         _decode[(kv_heads, programs)](
-            q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
-            tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale,
-            softcap, window, block_size, kv_heads, group, query_len, dim, *sizes, **options,
+            q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, slopes, out, sums,
+            stats, tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
+            scale, softcap, window, chunked, block_size, kv_heads, group, query_len, dim, *sizes, **options,
         )  # fmt: skip
 
     def find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int

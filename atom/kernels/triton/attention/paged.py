@@ -29,8 +29,8 @@ class Attention:
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
-                sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, scale: float, window: int | None,
-                softcap: float | None) -> Tensor:  # fmt: skip
+                sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, slopes: Tensor | None,
+                scale: float, window: int | None, softcap: float | None, chunked: bool) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
@@ -38,45 +38,47 @@ class Attention:
         out = new_rows(q, *q.shape)
         if num_decodes:
             self._attend_decodes(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                 window, softcap, newest, batch.query_len)  # fmt: skip
+                                 window, softcap, newest, batch.query_len, slopes, chunked)  # fmt: skip
         if num_decodes * batch.query_len < q.shape[0]:
             starts, num_more = batch.starts, num_decodes * (batch.query_len - 1)
             if num_more:  # it takes decodes to have one query each
                 starts = starts - num_more
             self._attend_prompts(rotated[num_more:], blocks, table, starts, batch.lengths, num_decodes, sinks, k_scale,
-                                 v_scale, out[num_more:], scale, window, softcap)  # fmt: skip
+                                 v_scale, out[num_more:], scale, window, softcap, slopes, chunked)  # fmt: skip
         return out
 
     def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
                         sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
                         scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
-                        query_len: int) -> None:  # fmt: skip
+                        query_len: int, slopes: Tensor | None, chunked: bool) -> None:  # fmt: skip
         """As `decode.Decode`."""
         self._decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap,
-                     newest, query_len)  # fmt: skip
+                     newest, query_len, slopes, chunked)  # fmt: skip
 
     def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
                         num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
-                        out: Tensor, scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip
+                        out: Tensor, scale: float, window: int | None, softcap: float | None, slopes: Tensor | None,
+                        chunked: bool) -> None:  # fmt: skip
         """As `prefill.prefill`."""
         prefill.prefill(q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
-                        softcap, self._prefilling)  # fmt: skip
+                        softcap, self._prefilling, slopes=slopes, chunked=chunked)  # fmt: skip
 
 
 class PagedAttention(Attention):
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
-                 window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
+                 scale: float, window: int | None = None, softcap: float | None = None,
+                 chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
-        return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)
+        return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, slopes, scale, window, softcap, chunked)
 
 
 class NormRopeAttention(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                  k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, eps: float = 0.0,
-                 interleaved: bool = False, scale: float, window: int | None = None,
-                 softcap: float | None = None) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
+                 eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q, k and v may lie apart. A token's key is written whether it has a sequence
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
@@ -91,4 +93,5 @@ class NormRopeAttention(Attention):
         if is_one_launch:
             newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
         decoding = rotated if newest is None else q
-        return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)
+        return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, slopes, scale, window,
+                            softcap, chunked)  # fmt: skip

@@ -18,7 +18,9 @@ from torch import Tensor
 from atom.kernels.triton.attention.common import (
     NOTHING,
     attend_keys,
+    find_first,
     find_owner,
+    load_slopes,
     look_up,
     product_size,
     sequence_bucket,
@@ -55,10 +57,10 @@ def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
 def _prefill(
-    q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
-    table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+    num_decodes, table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
@@ -78,9 +80,9 @@ def _prefill(
             return
         owner, before = find_owner(counts, tile)
         _attend_tile(
-            q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride,
-            q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW, BLOCK_SIZE, HEADS,
-            GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+            q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+            table_stride, q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW,
+            CHUNKED, BLOCK_SIZE, HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         is_left = tl.load(plan + sequences, mask=sequences <= num_sequences, other=0) < 0
@@ -90,18 +92,18 @@ def _prefill(
             tile = num_tiles - 1 - number
             owner, before = find_owner(counts, tile)
             _attend_tile(
-                q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride,
-                q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW, BLOCK_SIZE,
-                HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+                q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+                table_stride, q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW,
+                CHUNKED, BLOCK_SIZE, HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
 
 
 @jit
 def _attend_tile(
-    q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride, q_stride,
-    sequence, tile, head, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences, table_stride,
+    q_stride, sequence, tile, head, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's queries."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -130,24 +132,26 @@ def _attend_tile(
     newest = context + place + rows // GROUP
     oldest_query = context + place
     stop = tl.minimum(oldest_query + QUERIES, length)
+    if slopes is not None:
+        slopes = load_slopes(slopes, heads, is_row)
     start = 0
     best = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW is not None:
-        start = tl.maximum(oldest_query - WINDOW + 1, 0)
+        start = tl.maximum(find_first(oldest_query, WINDOW, CHUNKED), 0)
     block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
     if WINDOW is None:
         whole = tl.maximum(oldest_query + 1, 0) // BLOCK_N * BLOCK_N  # every row sees these
         best, total, acc = attend_keys(
-            queries, best, total, acc, keys, values, blocks, block, start, whole, newest, k_scale,
-            SCALE, SOFTCAP, WINDOW, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
+            queries, best, total, acc, keys, values, blocks, block, start, whole, newest, k_scale, slopes,
+            SCALE, SOFTCAP, WINDOW, CHUNKED, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
         )  # fmt: skip
         start = whole
         block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
     best, total, acc = attend_keys(
-        queries, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale,
-        SCALE, SOFTCAP, WINDOW, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
+        queries, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale, slopes,
+        SCALE, SOFTCAP, WINDOW, CHUNKED, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
     )  # fmt: skip
     offsets = (tokens.to(tl.int64) * (HEADS * GROUP) + heads) * DIM
     store_attended(acc, best, total, sinks, v_scale, out, heads, offsets, is_row, DIM)
@@ -156,7 +160,7 @@ def _attend_tile(
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
             window: int | None, softcap: float | None, parameters: Parameters | None = None,
-            plan: Tensor | None = None) -> None:  # fmt: skip
+            plan: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op.
 
     plan: of context.py; only the sequences that are not unpacked are attended. None: all
@@ -175,8 +179,8 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     if plan is not None:
         num_tiles = min(num_tiles, -(-2 * gpu.units // kv_heads))
     _prefill[(num_tiles, kv_heads)](
-        q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
-        table.stride(0), q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim,
+        q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+        num_decodes, table.stride(0), q.stride(0), scale, softcap, window, chunked, block_size, kv_heads, group, dim,
         sequence_bucket(num_prefills + 1), rows, positions, max(16, next_power_of_2(dim)), num_warps=num_warps,
         num_stages=num_stages, **options,
     )  # fmt: skip

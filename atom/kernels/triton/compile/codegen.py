@@ -280,8 +280,9 @@ class _Kernel:
         weight, *bias = call.args[2 if is_sum else 1 :]
         dims = _dims(x)
         # load everything before the row is summed up, where its threads wait for each other
-        value, factor = self._value(x, at, tile), self._value(weight, at[-1:], tile)
-        offset = f" + {self._value(bias[0], at[-1:], tile)}" if bias and bias[0] is not None else ""
+        own = at[-len(_type(weight).shape) :]  # a head may have its own
+        value, factor = self._value(x, at, tile), self._value(weight, own, tile)
+        offset = f" + {self._value(bias[0], own, tile)}" if bias and bias[0] is not None else ""
         mean, deviation = self._statistics(x, dims, is_centred, call.kwargs["eps"])
         if is_centred:
             value = f"({value} - {self._spread(mean, at, dims)})"

@@ -39,6 +39,34 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     assert_equal(run(case, triton_device, **attributes), reference(case, **attributes))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize(
+    ("window", "chunked", "has_slopes"), [(None, False, True), (16, True, False), (37, True, True), (1, True, False)]
+)
+def test_chunks_and_slopes_equal_the_reference(triton_device, window, chunked, has_slopes, query_len):
+    case = make_case([], [(3, 3), (3, 70), (3, 49), (25, 50)], kv_heads=2, heads=6, dim=20, block_size=3, window=window)
+    if query_len == 3:
+        case = change(case, num_decodes=3, query_len=3)
+    slopes = torch.linspace(0.01, 0.3, 6) if has_slopes else None
+    expected = reference(case, scale=0.3, window=window, chunked=chunked, slopes=slopes)
+    slopes = None if slopes is None else slopes.to(triton_device)
+    for attend in (PagedAttention(), PagedAttention(SMALL_PARTS)):
+        attributes = {"scale": 0.3, "window": window, "chunked": chunked, "slopes": slopes}
+        assert_equal(run(case, triton_device, attend, **attributes), expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (16, True)])
+def test_decodes_see_their_chunk_and_fall_by_slopes(triton_device, window, chunked):
+    case = make_case([1, 16, 17, 70, 33], kv_heads=2, heads=6, dim=20, window=window)
+    attributes = {"scale": 0.3, "window": window, "chunked": chunked}
+    slopes = torch.linspace(0.01, 0.3, 6)
+    expected = reference(case, **attributes, slopes=slopes)
+    for attend in (PagedAttention(), PagedAttention(SMALL_PARTS)):
+        assert_equal(run(case, triton_device, attend, slopes=slopes.to(triton_device), **attributes), expected)
+
+
 @pytest.mark.sampled(0, gpu=1)
 @pytest.mark.parametrize("num_spare", [0, 5])
 @pytest.mark.parametrize(("room", "num_there"), [(18, 4), (7, 2), (1, 0)])  # blocks; of 5, 2, 10 and 1

@@ -123,6 +123,13 @@ def piece(x0: {0}[A, 24], x1: fp32[A, 24], w0: fp32[24], w1: {0}[6], w2: {0}[24]
     split_heads = generated.split_heads(ssm_decay, heads=6)
     return time_step, time_step_1, split_heads, ssm_decay_1
 """,
+    "norms of heads, each with a weight": """\
+def piece(x0: {0}[A, 3, 20], w0: {0}[3, 20], w1: {0}[3, 20], w2: {0}[20]):
+    layer_norm = generated.layer_norm(x0, w0, None, eps=1e-05)
+    layer_norm_1 = generated.layer_norm(layer_norm, w1, w0, eps=1e-05)
+    layer_norm_2 = generated.layer_norm(x0, w2, w2, eps=1e-05)
+    return layer_norm, layer_norm_1, layer_norm_2
+""",
     "norms of groups of columns": """\
 def piece(x0: {0}[A, 60], x1: {0}[A, 5, 12], w0: {0}[60], w1: fp32[60]):
     group_rms_norm = generated.group_rms_norm(x0, w0, eps=1e-05, groups=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -86,7 +86,7 @@ def check_model(config: Config) -> None:
             f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
         )
     for key, value in model.assumes.items():
-        if (found := config.hf.get(key)) not in (None, value):
+        if (found := find_value(config.hf, key)) not in (None, value):
             known = f"(supported: {spelled(value)})"
             raise UnsupportedError(
                 f"{config.checkpoint}: {key}={spelled(found)} in its config.json is not supported {known}"
@@ -102,6 +102,14 @@ def check_model(config: Config) -> None:
     check_mlp_types(model)
     check_stacked(model)
     check_reasoning(model)
+
+
+def find_value(hf: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json; dots reach inside objects. None without one."""
+    found: Any = hf
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int) -> BlockConfig:
@@ -129,8 +137,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     kv_heads = attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
-    if attention.gate == "query" and attention.qkv_by_head:
-        raise ConfigError(f"{at}.qkv_by_head=true: a query gate is stored with q alone; leave it out")
+    check_qkv_chunks(attention, kv_heads, at)
     if attention.gate == "none" and attention.gate_act != "sigmoid":
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
@@ -248,6 +255,15 @@ def gqa_head_dim(attention: AttentionConfig, hidden: int, at: str) -> int:
         divided = f"model.hidden={hidden} is not a multiple of {at}.heads={attention.heads}"
         raise ConfigError(f"{divided}; set {at}.head_dim")
     return attention.head_dim or hidden // attention.heads
+
+
+def check_qkv_chunks(attention: AttentionConfig, kv_heads: int, at: str) -> None:
+    """Check that the heads of q, k and v divide into the chunks of a stored tensor."""
+    chunks = f"{at}.qkv_chunks={attention.qkv_chunks}"
+    if attention.gate == "query" and attention.qkv_chunks > 1:
+        raise ConfigError(f"{chunks}: a query gate is stored with q alone; leave it out")
+    if attention.heads % attention.qkv_chunks or kv_heads % attention.qkv_chunks:
+        raise ConfigError(f"{chunks} does not divide heads={attention.heads} and kv_heads={kv_heads}")
 
 
 def check_value_dim(attention: AttentionConfig, head_dim: int, at: str) -> None:

@@ -100,7 +100,8 @@ class AttentionConfig:
     kv_heads: int | None = number(None, 1, INT32)  # gqa; null: as many as heads
     head_dim: int | None = number(None, 1, INT32)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
-    qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
+    qkv_chunks: int = number(1, 1, INT32)  # gqa: a stored tensor of q, k and v has a part of each, so many times
+    qkv_order: str = one_of("qkv", "qvk")  # gqa: in which a stored tensor has them
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
     gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
@@ -108,11 +109,14 @@ class AttentionConfig:
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
+    qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
     sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
+    alibi: str = one_of("none", "added", "scaled")  # gqa: scores fall with the distance; scaled: as dot products are
     window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
+    chunked: bool = False  # gqa: a query sees the tokens from a multiple of the window on, not so many
     window_from: int = number(0, 0, INT32)  # first layer with the window, of layers without a type
     q_rank: int | None = number(None, 1, INT32)  # mla: latent dims of q; null: none
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
@@ -355,6 +359,10 @@ class ModelConfig:
     head_bias: bool = False  # on the head
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
+    embedding_norm: bool = False  # the embedding is normed
+    learned_positions: bool = False  # a table has a row for each position, which is added to the embedding
+    position_offset: int = number(0, 0, INT32)  # rows of that table ahead of the first position's
+    transposed: bool = False  # linears of layers are stored [in, out]
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     scales: dict[str, float] = field(default_factory=dict)  # role of a linear, or mamba_z, … -> of what it gives
     block_scales: dict[str, BlockScalesConfig] = field(default_factory=dict)  # block -> of its input and output
@@ -382,7 +390,9 @@ class ModelConfig:
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
-    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, besides null
+    assumes: dict[str, Any] = field(
+        default_factory=dict
+    )  # key of config.json, by dots inside objects -> its only known value, besides null
     fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
     plain: list[str] = field(default_factory=list)  # patterns of those that are plain, besides quantization_config's
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> their own stored format

@@ -13,6 +13,7 @@ from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Full, Recipe, Type, W, ops
 from atom.graph.ops.latent import latent_entry
+from atom.graph.recipe_ranges import cat
 from atom.graph.recipes import Measured
 
 
@@ -35,7 +36,9 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         q, gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
         k, v = writer.linears(h, rows, attention.bias, layer)
     else:
-        q, k, v = writer.linears(h, rows, attention.bias, layer, heads if attention.qkv_by_head else 1)
+        rows = {role: rows[role] for role in attention.qkv_order}
+        made = dict(zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True))
+        q, k, v = (made[role] for role in "qkv")
     if attention.adapter_rank is not None:
         q, k, v = writer.adapt(h, attention.adapter_rank, layer, q=q, k=k, v=v)
     if attention.clip is not None:
@@ -48,24 +51,29 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         for x, n, name in ((q, heads, "q"), (k, kv_heads, "k"), (v, kv_heads, "v"))
     )
     if attention.qk_norm == "per_head":
-        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
+        q, k = norm_heads(writer, q, k, attention, layer)
     if rotary is not None:
         q = rotate(writer, q, rotary.queries, rotary.interleaved, "q")
         k = rotate(writer, k, rotary.keys, rotary.interleaved, "k")
     if attention.qk_norm == "behind_rope":
-        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
+        q, k = norm_heads(writer, q, k, attention, layer)
     if value_dim < dim:  # a cache keeps keys and values of one size
         v = writer.call(ops.pad, v, size=dim, name="v")
     window = window_of(model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
-    more: list[Recipe | None] = []
+    more: list[Recipe | None] = [None] * 4
     if attention.sinks:
-        more = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))]
+        more[0] = W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))
     if cache.type.dtype == "fp8_e4m3":
-        more = [*(more or [None]), *(scale_of(writer, role, layer) for role in ("k_scale", "v_scale"))]
+        more[1:3] = (scale_of(writer, role, layer) for role in ("k_scale", "v_scale"))
+    if attention.alibi != "none":
+        more[3] = alibi_slopes(heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
+    while more and more[-1] is None:
+        more.pop()
+    chunked = {"chunked": True} if attention.chunked and window is not None else {}
     a = writer.call(
         ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
-        softcap=attention.softcap, name="a",
+        softcap=attention.softcap, **chunked, name="a",
     )  # fmt: skip
     if value_dim < dim:
         a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
@@ -78,6 +86,19 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     if attention.gate in ("query", "element"):
         a = weigh(writer, a, gate, attention)
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
+
+
+def norm_heads(writer: Writer, q: Node, k: Node, attention: AttentionConfig, layer: int) -> tuple[Node, Node]:
+    """q [T, N, D] and k [T, K, D], each head normed"""
+    kind = attention.qk_norm_weight
+    return writer.norm(q, "q_norm", layer, "q", kind), writer.norm(k, "k_norm", layer, "k", kind)
+
+
+def alibi_slopes(heads: int, scale: float) -> Recipe:
+    """Slopes fp32[heads] (Press et al. 2022): a geometric series, of heads that are no power of two two of them."""
+    power = 1 << (heads.bit_length() - 1)
+    steps = [n / power for n in range(1, power + 1)] + [(2 * n + 1) / (2 * power) for n in range(heads - power)]
+    return cat(tuple(Full(2 ** (-8 * step) * scale, Type("fp32", (1,))) for step in steps))
 
 
 def weigh(writer: Writer, a: Node, gate: Node, attention: AttentionConfig) -> Node:

@@ -19,7 +19,7 @@ from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, ops
-from atom.graph.recipe_ranges import padded
+from atom.graph.recipe_ranges import narrow, padded
 
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
@@ -32,7 +32,7 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     """
     tokens, positions = write_tokens(writer)
     rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
-    states, later = [embed(writer, tokens, vocab)], None
+    states, later = [add_positions(writer, embed(writer, tokens, vocab), positions)], None
     for number, rotary in enumerate(rotaries_by_layer):
         x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later)
         states.append(x)
@@ -83,7 +83,19 @@ def embed(writer: Writer, tokens: Node, vocab: int | None = None) -> Node:
     vocab: see `table`.
     """
     x = writer.call(ops.embedding, tokens, table(writer, "embedding", vocab), name="x")
-    return writer.scale(x, writer.model.embedding_scale)
+    x = writer.scale(x, writer.model.embedding_scale)
+    return writer.norm(x, "embedding_norm", name="x") if writer.model.embedding_norm else x
+
+
+def add_positions(writer: Writer, x: Node, positions: Node) -> Node:
+    """x [T, H] and a learned row for each position [T, H], if the model has a table of these"""
+    model = writer.model
+    if not model.learned_positions:
+        return x
+    first, num = model.position_offset, model.max_position
+    rows = narrow(writer.weight("positions", (first + num, model.hidden)), first, first + num)
+    total: Node = writer.call(ops.add, x, writer.call(ops.embedding, positions, rows, name="p"), name="x")
+    return total
 
 
 def table(writer: Writer, role: str, vocab: int | None = None) -> Recipe:

@@ -21,7 +21,7 @@ from atom.checkpoint.modules import format_of, matches, module_of
 from atom.config import ModelConfig, QuantConfig
 from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
-from atom.graph import Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Type, W, ops
+from atom.graph import Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Transpose, Type, W, ops
 from atom.graph.formats import FormatError, act_of, shrink_group
 from atom.graph.ops import Op
 from atom.graph.recipe_ranges import cat
@@ -62,9 +62,14 @@ class Writer:
         num_chunks: see `parts`.
         """
         inner = x.meta["type"].shape[-1]
-        weights = self.parts(
-            rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer, num_chunks=num_chunks
-        )
+
+        def stored(role: str, n: int) -> Recipe:
+            name = self.weight_name(role, layer)
+            if not self.model.transposed:
+                return self.stored(name, (n, inner))
+            return Transpose(W(name, Type(self.dtype, (inner, n))))
+
+        weights = self.parts(rows, stored, layer, num_chunks=num_chunks)
         args = [weights]
         if has_bias:
             args.append(
@@ -114,8 +119,17 @@ class Writer:
         is_taken = act is not None and act.startswith("fp8") and "*" not in act
         return act if is_taken and self.quant.act in ("auto", "fp8") else None
 
-    def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
-        norm, shape = self.model.norm, x.meta["type"].shape[-1:]
+    def norm(
+        self, x: Node, role: str, layer: int | None = None, name: str = "h", weight_of_heads: str = "shared"
+    ) -> Node:
+        """x [..., H], normed along its last dim
+
+        weight_of_heads: as attention.qk_norm_weight, of x [T, N, D]
+        """
+        norm, shape = self.model.norm, x.meta["type"].shape[-2 if weight_of_heads == "by_head" else -1 :]
+        if weight_of_heads == "none":
+            ones: Node = self.call(NORMS[norm.kind], x, Full(1.0, Type(self.dtype, shape)), eps=norm.eps, name=name)
+            return ones
         weight: Recipe = self.weight(role, shape, layer) if norm.weight else Full(1.0, Type(self.dtype, shape))
         if norm.offset:  # in float32, so that a small weight is not rounded away
             weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), norm.offset)

@@ -69,6 +69,14 @@ def own_convolutions(tensors: Tensors) -> Tensors:
     return made
 
 
+def with_masks(tensors: Tensors) -> Tensors:
+    """Also the causal masks of layers, which older files have."""
+    layers = {match[1] for name in tensors if (match := re.match(r"(.*h\.\d+)\.", name))}
+    return tensors | {
+        f"{layer}.attn.{name}": torch.zeros(1, 1, 4, 4) for layer in layers for name in ("bias", "masked_bias")
+    }
+
+
 def with_head(tensors: Tensors) -> Tensors:
     """Also a tied head, as mamba-ssm saves it."""
     return tensors | {"lm_head.weight": tensors["backbone.embedding.weight"].clone()}
@@ -192,6 +200,25 @@ FORMS = {
         without=("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"),
         edit=lambda tensors: tensors | {"model.mtp.layers.0.eh_proj.weight": torch.zeros(4)},
     ),
+    "gpt2": HubForm(
+        f"{VLLM}/gpt2.py; openai-community/gpt2",
+        names={r"^transformer\.": ""},
+        edit=with_masks,
+    ),
+    "bloom": HubForm(
+        f"{VLLM}/bloom.py; bigscience/bloom-560m",
+        fields={"n_embed": 48, "n_layer": 3, "num_attention_heads": 4, "seq_length": 256, "offset_alibi": 100, "unk_token_id": 0, "pretraining_tp": 1},
+        without=("n_head", "hidden_size"),
+        names={r"^transformer\.": ""},
+    ),
+    "opt": HubForm(f"{VLLM}/opt.py; facebook/opt-1.3b", names={r"^model\.decoder\.": "decoder."}),
+    "falcon": HubForm(
+        f"{VLLM}/falcon.py; tiiuae/falcon-7b",
+        changes={"num_kv_heads": 4},
+        fields={"architectures": ["RWForCausalLM"], "n_layer": 3, "n_head": 4, "apply_residual_connection_post_layernorm": False},
+        without=("num_hidden_layers", "num_attention_heads", "num_kv_heads", "ffn_hidden_size", "activation", "max_position_embeddings", "rope_parameters"),
+    ),
+    "gptj": HubForm(f"{VLLM}/gpt_j.py; EleutherAI/gpt-j-6b", fields={"rotary": True, "scale_attn_weights": True}, edit=with_masks),
     "nemotron_h": HubForm(
         f"{VLLM}/nemotron_h.py; nvidia/NVIDIA-Nemotron-Nano-9B-v2",
         fields={"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "time_step_limit": [0.0, INF], "norm_eps": 1e-5, "mamba_proj_bias": False,

@@ -27,6 +27,7 @@ ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
 TEXTS = {"glm4v", "glm4v_moe", "kimi_k25", "llava", "llava_mistral", "mistral4"}  # of models that read images
 OTHERS = ABSTRACT | TEXTS | {"nemotron_h_moe"} | tiny.COMBINED.keys()  # whose blocks the texts of others have
 CONFIG_OF = {"qwen3_vl_moe": "qwen3_moe"}  # the text_config of the first has the fields of the second
+NUM_LAYERS = {"gemma4": 4}  # the last one reads KV of another
 TARGET = Target("cpu", frozenset({"onednn_bf16", "onednn_fp32", "blocks_bf16", "blocks_fp32"}))
 
 
@@ -36,6 +37,7 @@ LOWERED = {
     "deepseek_v3": "latent attention, groups of experts, a shared expert, a first dense layer",
     "gemma2": "softcaps, windows, norms before and after",
     "gemma3": "norms with an offset, q and k normalized by head, two ropes",
+    "gemma4": "KV that layers share, values that are keys, inputs by layer, experts beside the mlp",
     "gpt_oss": "sinks, windows, biases of experts, interleaved gate and up",
     "ministral3": "queries that grow with their position",
     "mixtral": "separate experts that are stacked, and blocks of them",
@@ -84,7 +86,7 @@ def test_the_text_of_ranks_is_the_golden_one(name: str, folder: Path, request: p
     + [(name, stage) for name in LOWERED for stage in ("level_0", "level_1")],
 )
 def test_the_text_is_the_golden_one(name: str, stage: str, folder: Path, request: pytest.FixtureRequest):
-    overrides = [f"model={name}", "model.layers=2"]
+    overrides = [f"model={name}", f"model.layers={NUM_LAYERS.get(name, 2)}"]
     if (variant := CONFIG_OF.get(name, name)) in tiny.VARIANTS | tiny.RECURRENT:
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(tiny.config(variant).to_dict()))

@@ -25,6 +25,8 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
 MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "sliding_window": 10, "hidden_size_per_layer_input": 0,
+          "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}  # fmt: skip
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
                          "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256,
@@ -95,6 +97,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}}),
     "gemma3_untied": ("Gemma3TextConfig", {"head_dim": 20, "sliding_window": 17, "final_logit_softcapping": 3.0,
                                            "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 1,
+                                    "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
+                                    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 107,
+                                    "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24}),  # all at once
+    "gemma4_shared": ("Gemma4TextConfig", {**GEMMA4, "num_kv_shared_layers": 2, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+                                           "use_double_wide_mlp": True, "num_key_value_heads": 1, "hidden_size_per_layer_input": 6,
+                                           "vocab_size_per_layer_input": 101}),
+    "gemma4_experts": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+                                            "moe_intermediate_size": 20}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3_window_tied": ("Phi3Config", {"sliding_window": 14, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3_longrope_long": ("Phi3Config", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
@@ -345,7 +356,7 @@ def config(name: str) -> transformers.PreTrainedConfig:
 def num_ranks(name: str) -> int:
     """The smallest number of ranks above one that divides a variant's heads."""
     wanted = config(name)
-    heads, kv_heads = wanted.num_attention_heads, wanted.num_key_value_heads
+    heads, kv_heads = wanted.num_attention_heads, wanted.to_dict()["num_key_value_heads"]  # those of most layers
     dividing = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
     return next(ranks for ranks in dividing if kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
@@ -383,7 +394,9 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
     """A model of random weights, larger than they start: norms and biases must matter."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     corrections = [
-        buffer for key, buffer in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))
+        buffer
+        for key, buffer in model.named_buffers()
+        if key.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
     for tensor in (*model.parameters(), *corrections):
         tensor.data += torch.randn_like(tensor) * 0.2

@@ -24,7 +24,7 @@ from atom.config.schema import (
     RopeConfig,
 )
 from atom.config.spelling import did_you_mean, spelled
-from atom.config.stored_names import find_optional
+from atom.config.stored_names import find_optional, stored_name
 from atom.errors import ConfigError, UnsupportedError
 
 BLOCKS = ("attention", "mlp")  # that every model has, besides those of model.blocks
@@ -36,13 +36,14 @@ WHICH_LAYERS: dict[str, Any] = {
     "skip": [],
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
-NOT_SCALED = re.compile(r"embedding|head|layer|router|.*norm")  # roles that model.scales cannot name, besides tensors
+# roles that model.scales cannot name, besides tensors
+NOT_SCALED = re.compile(r"(per_layer_)?embedding|head|layer|router|.*norm")
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
 SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -68,7 +69,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         plain=stored.plain,
         formats=stored.formats,
         act=stored.act,
-        ignore=[*model.ignore, *stored.unread],
+        ignore=[*model.ignore, *stored.unread, *unread_of_shared(model)],
     )
 
 
@@ -96,7 +97,12 @@ def check_model(config: Config) -> None:
     if model.mtp_like is not None and model.mtp_like >= model.layers:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
+    rows = model.per_layer_input.vocab
+    if model.per_layer_input.dims and rows is not None and rows < model.vocab:
+        at = f"model.per_layer_input.vocab={rows}"
+        raise UnsupportedError(f"{at}: tokens up to model.vocab={model.vocab} have no row of their own")
     check_branches(model)
+    check_kv_layers(model)
     check_scales(model)
     check_layer_types(config)
     check_mlp_types(model)
@@ -142,9 +148,11 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
+    if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):
+        raise UnsupportedError(f"{at}.k_is_v=true: with qkv_chunks or adapter_rank, values are stored; leave it out")
     parameters = config.hf.get("rope_parameters") or {}
     by_type = [name for name in parameters if isinstance(parameters[name], dict) and name not in model.branches]
-    if by_type and attention.window_rope is None and attention.rope.kind != "none":
+    if by_type and attention.window_rope is None and attention.rope.kind != "none" and not is_of_full_layers(model, at):
         raise UnsupportedError(
             f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
         )
@@ -168,6 +176,12 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         rope=rope,
         window_rope=window_rope,
     )
+
+
+def is_of_full_layers(model: ModelConfig, at: str) -> bool:
+    """Whether an attention is that of layers of type full_attention only, as its key says."""
+    name = "attention" if at == "model.attention" else at.split(".")[2]
+    return {model.layer_type(n) for n in range(model.layers) if name in model.branches_of(n)} == {"full_attention"}
 
 
 def check_multiple(block: BlockSettings, name: str, divisor: str, at: str) -> None:
@@ -213,12 +227,41 @@ def check_branches(model: ModelConfig) -> None:
         raise ConfigError(f"model.shared_blocks={model.shared_blocks}: model.branches has no a>b; leave it out")
 
 
+def check_kv_layers(model: ModelConfig) -> None:
+    """Check that the layers that share KV have attention of kind gqa, and an earlier layer of their type."""
+    first, at = model.kv_shared_from, f"model.kv_shared_from={model.kv_shared_from}"
+    for layer in range(model.layers if first is None else first, model.layers):
+        kind, shared = model.layer_type(layer), model.kv_layer(layer)
+        if shared == layer:
+            raise ConfigError(f"{at}: no layer of type {kind} before it keeps KV for layer {layer}; set more")
+        blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
+        if not any(block.kind == "gqa" for block in blocks):
+            raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa")
+
+
+def block_named(model: ModelConfig, name: str) -> AttentionConfig | None:
+    """The attention of this name, if it is one."""
+    if name in BLOCKS:
+        return model.attention if name == "attention" else None
+    return model.blocks[name].attention
+
+
+def unread_of_shared(model: ModelConfig) -> list[str]:
+    """The tensors that layers which share KV may have stored all the same, of keys and values."""
+    layers = [layer for layer in range(model.layers) if model.kv_layer(layer) != layer]
+    roles = [role for role in ("k", "v", "k_norm", "k_scale", "v_scale") if role in model.weights]
+    stored = [stored_name(model, role, layer) for layer in layers for role in roles]
+    own = {stored_name(model, role, layer) for layer in layers for role in ("q", "o") if role in model.weights}
+    return [f"{name}*" for name in stored if name not in own]
+
+
 def check_scales(model: ModelConfig) -> None:
-    """Check that what model.scales and model.block_scales name is there, and is multiplied with numbers above 0."""
+    """Check that what scales, block_scales and own_norms of model name is there, and that scales are above 0."""
     linears = [role for role in model.weights if not (TENSOR_ROLES.fullmatch(role) or NOT_SCALED.fullmatch(role))]
     for at, named, known in (
         ("model.scales", model.scales, [*linears, *MAMBA2_PARTS]),
         ("model.block_scales", model.block_scales, [*BLOCKS, *model.blocks]),
+        ("model.own_norms", model.own_norms, [*BLOCKS, *model.blocks]),
     ):
         for name in named:
             if name not in known:
@@ -283,6 +326,8 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
         ("window", None),
         ("softcap", None),
         ("gate", "none"),
+        ("v_norm", False),
+        ("k_is_v", False),
         ("adapter_rank", None),
     ):
         if getattr(attention, name) != value:
@@ -293,7 +338,7 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
 
 def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_model_len: int) -> RopeConfig:
     """dims: of a head, of which `partial` are rotated"""
-    rotated = rope.dims or int(dims * rope.partial)
+    rotated = rope.dims or (dims if rope.kind == "proportional" else int(dims * rope.partial))
     if rope.kind != "none" and (rotated % 2 or not rotated):
         raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
     if rope.kind != "none" and rotated > dims:

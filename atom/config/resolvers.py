@@ -8,7 +8,9 @@
     ${add:${hf:sliding_window_size,null},1}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
     ${div:${hf:scale_depth},${sqrt:${hf:num_hidden_layers}}}
+    ${minus:${hf:num_hidden_layers},${hf:num_kv_shared_layers,0}}
     ${finite:${hf:time_step_limit.1,null}}
+    ${common:${hf:per_layer_config,null},head_dim,${hf:global_head_dim,512}}    # what layers have of their own
 
 null, as a key that config.json has not, gives null. A value of another type is a ConfigError that names the field.
 """
@@ -16,9 +18,10 @@ null, as a key that config.json has not, gives null. A value of another type is 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import ListConfig
+from omegaconf import DictConfig, ListConfig
 
 from atom.config.schema import MAX_LAYERS
 from atom.config.spelling import spelled
@@ -112,6 +115,14 @@ def add(number: Any, other: Any, *, _node_: Any) -> Any:
     return number + other
 
 
+def minus(number: Any, by: Any, *, _node_: Any) -> int | None:
+    """A number less another, which may be 0."""
+    if number is None or by is None:
+        return None
+    check_numbers(number, *([by] if by else []), node=_node_)
+    return int(number - by)
+
+
 def round_up(number: Any, multiple: Any, *, _node_: Any) -> int | None:
     """The first multiple from this number on."""
     if number is None or multiple is None:
@@ -149,6 +160,21 @@ def finite(number: Any) -> Any:
     return None if isinstance(number, float) and math.isinf(number) else number
 
 
+def common(layers: Any, key: str, default: Any, *, _node_: Any) -> Any:
+    """The value of a key that layers have, of which an object has one each; the default if they have none.
+
+    It does not say which layers these are: the shapes of their tensors do.
+    """
+    listed = list(layers.values()) if isinstance(layers, Mapping | DictConfig) else []
+    if layers is not None and not all(isinstance(each, Mapping | DictConfig) for each in (layers, *listed)):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(layers)} is no object with one for each layer")
+    found = [each.get(key) for each in listed]
+    if any(value != found[0] for value in found):
+        values = ", ".join(dict.fromkeys(map(spelled, found)))
+        raise ConfigError(f"{key_of(_node_)}: {key} differs between layers: {values}")
+    return default if not found or found[0] is None else found[0]
+
+
 def check_numbers(*numbers: Any, node: Any) -> None:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1 << 53:
@@ -164,4 +190,4 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, repeat, where, spell, of_type, count, scaled, add, round_up, mul, div, sqrt, finite)
+RESOLVERS = (every, repeat, where, spell, of_type, count, scaled, add, minus, round_up, mul, div, sqrt, finite, common)

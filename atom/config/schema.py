@@ -70,7 +70,9 @@ class NormConfig:
 
 @dataclass
 class RopeConfig:
-    kind: str = one_of("default", "none", "linear", "llama3", "yarn", "longrope", "factors")  # scaling; none: no rope
+    kind: str = one_of(
+        "default", "none", "linear", "llama3", "yarn", "longrope", "factors", "proportional"
+    )  # scaling; none: no rope; proportional: other dims than the share turn by 0
     theta: float = number(10000.0, 0, above=True)  # base of the frequencies
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1, INT32)  # rotated dims of a head; null: that share
@@ -110,6 +112,8 @@ class AttentionConfig:
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each
+    v_norm: bool = False  # gqa: values are normed by head, without a weight
+    k_is_v: bool = False  # gqa: values are the keys ahead of norms and rope, and not stored
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
@@ -146,6 +150,8 @@ class RouterConfig:
     top_groups: int = number(1, 1, INT32)  # that a token chooses from
     renormalize: bool = False  # weights add up to 1
     scale: float = number(1.0, 0, above=True)  # of the weights
+    scale_by_expert: bool = False  # the weights are multiplied with a stored number of each expert
+    own_norm: bool = False  # it reads hidden states by a norm of its own, over the root of hidden
 
 
 @dataclass
@@ -277,12 +283,29 @@ BlockSettings = (
 
 
 @dataclass
+class PerLayerInputConfig:
+    """What each layer reads of a token besides the hidden states, of a table with a row for each token."""
+
+    dims: int = number(0, 0, INT32)  # for each layer; 0: layers read nothing else
+    vocab: int | None = number(None, 1, INT32)  # rows of the table; null: those of the embedding
+    activation: str = one_of("gelu_tanh", "silu", "gelu", "relu", "relu2")  # of the gate that a layer makes for it
+
+
+@dataclass
 class BlockScalesConfig:
     """What a block's input and output, and the hidden states it is added to, are multiplied with."""
 
     read: float = number(1.0, 0, above=True)  # what it reads
     given: float = number(1.0, 0, above=True)  # what it adds to the hidden states
     kept: float = number(1.0, 0, above=True)  # what it is added to
+
+
+@dataclass
+class OwnNormsConfig:
+    """Norms of one block of several side by side, besides those of a layer's blocks."""
+
+    before: bool = False  # it reads the hidden states by it, in place of the one that the others read
+    after: bool = False  # of what it gives, ahead of the sum
 
 
 @dataclass
@@ -366,9 +389,12 @@ class ModelConfig:
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     scales: dict[str, float] = field(default_factory=dict)  # role of a linear, or mamba_z, … -> of what it gives
     block_scales: dict[str, BlockScalesConfig] = field(default_factory=dict)  # block -> of its input and output
+    own_norms: dict[str, OwnNormsConfig] = field(default_factory=dict)  # block -> its norms, if it has some
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
     logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
+    per_layer_input: PerLayerInputConfig = field(default_factory=PerLayerInputConfig)
+    layer_scalar: bool = False  # what a layer gives is multiplied with a stored number
     residual: str = one_of(
         "sequential", "normed", "parallel", "parallel_norms"
     )  # normed: a block is added to what it reads; parallel: attention and mlp read one norm
@@ -382,6 +408,7 @@ class ModelConfig:
     shared_blocks: int | None = number(None, 1, MAX_LAYERS)  # that layers with a>b take in turn, in names {shared}
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
+    kv_shared_from: int | None = number(None, 1, INT32)  # layers from it on read the KV of one before, of their type
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored after the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
@@ -416,6 +443,14 @@ class ModelConfig:
             return listed[layer] if layer < len(listed) else None
         return pattern[layer % len(pattern)] if pattern else None
 
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose KV a layer's attention reads: its own, or that of an earlier one of its type."""
+        first = self.kv_shared_from
+        if first is None or not first <= layer < self.layers:
+            return layer
+        own = self.layer_type(layer)
+        return max((each for each in range(first) if self.layer_type(each) == own), default=layer)
+
     def groups_of(self, layer: int) -> list[Group]:
         """A layer's blocks, in order; those of a group read the same and are added up."""
         kind = self.layer_type(layer) or ""
@@ -434,7 +469,9 @@ class ModelConfig:
         return use, uses[use % (self.shared_blocks or len(uses))]
 
     def keeps_state(self, layer: int) -> bool:
-        """Whether a layer keeps something of a sequence, as attention does, and an mlp does not."""
+        """Whether a layer keeps something of a sequence, as attention of its own KV does, and an mlp does not."""
+        if self.kv_layer(layer) != layer:
+            return False
         others = (self.blocks.get(name) for name in self.branches_of(layer) if name != "mlp")
         return any(block is None or block.mlp is None for block in others)
 

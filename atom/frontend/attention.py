@@ -30,49 +30,61 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     """Grouped-query attention (Ainslie et al. 2023)."""
     model = writer.model
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
-    value_dim = attention.value_dim or dim
+    value_dim, window, kv_layer = attention.value_dim or dim, window_of(model, attention, layer), model.kv_layer(layer)
+    cache = KV(writer.name("layer", kv_layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * value_dim}
+    if attention.k_is_v:
+        del rows["v"]
+    if kv_layer != layer:
+        rows = {"q": heads * dim}
+    made: dict[str, Node] = {}
     if attention.gate == "query":  # one stored tensor has queries and gates of the first head, then of the next
-        q, gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
-        k, v = writer.linears(h, rows, attention.bias, layer)
+        made["q"], gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
+        made |= zip(rows, writer.linears(h, rows, attention.bias, layer), strict=True)
     else:
-        rows = {role: rows[role] for role in attention.qkv_order}
-        made = dict(zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True))
-        q, k, v = (made[role] for role in "qkv")
+        rows = {role: rows[role] for role in attention.qkv_order if role in rows}
+        made |= zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True)
     if attention.adapter_rank is not None:
-        q, k, v = writer.adapt(h, attention.adapter_rank, layer, q=q, k=k, v=v)
+        made = dict(zip(made, writer.adapt(h, attention.adapter_rank, layer, **made), strict=True))
     if attention.clip is not None:
-        clipped = zip((q, k, v), "qkv", strict=True)
-        q, k, v = (writer.call(ops.clamp, x, limit=attention.clip, name=name) for x, name in clipped)
+        made = {name: writer.call(ops.clamp, x, limit=attention.clip, name=name) for name, x in made.items()}
+
+    def norm_qk(weight_of_heads: str = "shared") -> None:
+        for name in [each for each in "qk" if each in made]:
+            made[name] = writer.norm(made[name], f"{name}_norm", layer, name, weight_of_heads)
+
     if attention.qk_norm == "whole":
-        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    q, k, v = (
-        writer.call(ops.split_heads, x, heads=n, name=name)
-        for x, n, name in ((q, heads, "q"), (k, kv_heads, "k"), (v, kv_heads, "v"))
-    )
+        norm_qk()
+    for name, x in made.items():
+        made[name] = writer.call(ops.split_heads, x, heads=heads if name == "q" else kv_heads, name=name)
+    if "k" in made:
+        made.setdefault("v", made["k"])
     if attention.qk_norm == "per_head":
-        q, k = norm_heads(writer, q, k, attention, layer)
+        norm_qk(attention.qk_norm_weight)
     if rotary is not None:
-        q = rotate(writer, q, rotary.queries, rotary.interleaved, "q")
-        k = rotate(writer, k, rotary.keys, rotary.interleaved, "k")
+        made["q"] = rotate(writer, made["q"], rotary.queries, rotary.interleaved, "q")
+        if "k" in made:
+            made["k"] = rotate(writer, made["k"], rotary.keys, rotary.interleaved, "k")
     if attention.qk_norm == "behind_rope":
-        q, k = norm_heads(writer, q, k, attention, layer)
-    if value_dim < dim:  # a cache keeps keys and values of one size
-        v = writer.call(ops.pad, v, size=dim, name="v")
-    window = window_of(model, attention, layer)
-    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
+        norm_qk(attention.qk_norm_weight)
+    if attention.v_norm and "v" in made:
+        made["v"] = writer.norm(made["v"], "v_norm", layer, "v", "none")
+    if value_dim < dim and "v" in made:  # a cache keeps keys and values of one size
+        made["v"] = writer.call(ops.pad, made["v"], size=dim, name="v")
+    if kv_layer != layer:
+        made["k"], made["v"] = kept_in(writer, cache)
     more: list[Recipe | None] = [None] * 4
     if attention.sinks:
         more[0] = W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))
     if cache.type.dtype == "fp8_e4m3":
-        more[1:3] = (scale_of(writer, role, layer) for role in ("k_scale", "v_scale"))
+        more[1:3] = (scale_of(writer, role, kv_layer) for role in ("k_scale", "v_scale"))
     if attention.alibi != "none":
         more[3] = alibi_slopes(heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
     while more and more[-1] is None:
         more.pop()
     chunked = {"chunked": True} if attention.chunked and window is not None else {}
     a = writer.call(
-        ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
+        ops.attention, *map(made.__getitem__, "qkv"), cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, **chunked, name="a",
     )  # fmt: skip
     if value_dim < dim:
@@ -88,12 +100,6 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
 
 
-def norm_heads(writer: Writer, q: Node, k: Node, attention: AttentionConfig, layer: int) -> tuple[Node, Node]:
-    """q [T, N, D] and k [T, K, D], each head normed"""
-    kind = attention.qk_norm_weight
-    return writer.norm(q, "q_norm", layer, "q", kind), writer.norm(k, "k_norm", layer, "k", kind)
-
-
 def alibi_slopes(heads: int, scale: float) -> Recipe:
     """Slopes fp32[heads] (Press et al. 2022): a geometric series, of heads that are no power of two two of them."""
     power = 1 << (heads.bit_length() - 1)
@@ -106,6 +112,13 @@ def weigh(writer: Writer, a: Node, gate: Node, attention: AttentionConfig) -> No
     weights = writer.call(ops.activate, gate, kind=attention.gate_act, name="gate")
     weighed: Node = writer.call(ops.mul, a, weights, name="a")
     return weighed
+
+
+def kept_in(writer: Writer, cache: KV) -> tuple[Node, Node]:
+    """The keys and values that an earlier layer gives to its KV."""
+    calls = (node for node in writer.program.nodes if node.target is ops.attention)
+    k, v = next(node.args[1:3] for node in calls if node.args[3].name == writer.prefix + cache.name)
+    return k, v
 
 
 def scale_of(writer: Writer, role: str, layer: int) -> Recipe:

@@ -1,6 +1,6 @@
 """The blocks of a layer, by name: h [T, H] -> [T, H].
 
-    a = write_block(writer, h, "attention", rotary, layer)
+    a = write_block(writer, h, "attention", rotary, layer, x)
 
 `model.branches` says which blocks a layer has. Functions by `kind` write them: attention.py, mlp.py and recurrent.py.
 """
@@ -16,21 +16,33 @@ from atom.frontend.recurrent import RECURRENT
 from atom.frontend.writer import Writer
 
 
-def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int) -> Node:
-    """Write a block of a layer, without its norms."""
+def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:
+    """Write a block of a layer, with norms that only it has.
+
+    h: what the layer's blocks read, normed.
+    x: the hidden states that h is made of.
+    """
+    norms = writer.model.own_norms.get(name)
+    if norms is not None and norms.before:
+        h = writer.norm(x, f"own_{name}_norm", layer)
+    y = _write_scaled(writer, h, name, rotary, layer, x)
+    return y if norms is None or not norms.after else writer.norm(y, f"own_{name}_after_norm", layer, name="y")
+
+
+def _write_scaled(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:
     scales = writer.model.block_scales.get(name)
     if scales is None:
-        return _write(writer, h, name, rotary, layer)
+        return _write(writer, h, name, rotary, layer, x)
     read, given = (None if by == 1 else by for by in (scales.read, scales.given))
-    return writer.scale(_write(writer, writer.scale(h, read), name, rotary, layer), given)
+    return writer.scale(_write(writer, writer.scale(h, read), name, rotary, layer, x), given)
 
 
-def _write(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int) -> Node:
+def _write(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:
     block = block_of(writer.model, name, layer)
     if isinstance(block, AttentionConfig):
         return ATTENTIONS[block.kind](writer, h, block, rotary, layer)
     if isinstance(block, MLPConfig):
-        return MLPS[block.kind](writer, h, block, layer)
+        return MLPS[block.kind](writer, h, block, layer, x)
     return RECURRENT[type(block)](writer, h, block, layer)
 
 

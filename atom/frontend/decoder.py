@@ -17,8 +17,9 @@ from torch.fx import Node
 from atom.config import Group
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
+from atom.frontend.per_layer_input import add_per_layer_input, per_layer_inputs
 from atom.frontend.writer import Writer
-from atom.graph import Dequantize, Recipe, Type, ops
+from atom.graph import Dequantize, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import narrow, padded
 
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
@@ -33,8 +34,9 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     tokens, positions = write_tokens(writer)
     rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
     states, later = [add_positions(writer, embed(writer, tokens, vocab), positions)], None
-    for number, rotary in enumerate(rotaries_by_layer):
-        x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later)
+    inputs = per_layer_inputs(writer, tokens, states[0]) or [None] * writer.model.layers
+    for number, (rotary, own) in enumerate(zip(rotaries_by_layer, inputs, strict=True)):
+        x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later, own=own)
         states.append(x)
     hidden = writer.norm(states[-1], "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
@@ -119,13 +121,14 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
 
 def write_layer(
     writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None, embedded: Node | None = None,
-    earlier: Node | None = None,
+    earlier: Node | None = None, own: Node | None = None,
 ) -> tuple[Node, Node | None]:  # fmt: skip
     """x [T, H] -> [T, H], and what is to be added after the next layer (shortcut-connected experts, Cai et al. 2024)
 
     h: what the first block reads; None: x, normed.
     embedded: the hidden states ahead of the first layer.
     earlier: what a block of the layer before gave that is added after this one.
+    own: what the layer reads besides the hidden states [T, P], see `per_layer_inputs`; None: nothing.
     """
     model, norm = writer.model, writer.model.norm
     is_after_only = model.layer_type(layer) in norm.after_only
@@ -141,8 +144,8 @@ def write_layer(
             x = add(x, write_ahead(writer, x, embedded, group.ahead, rotary, layer), name="read")
         return normed(x, role)
 
-    def given(h: Node, group: Group, role: str) -> Node:
-        y = functools.reduce(add, [write_block(writer, h, name, rotary, layer) for name in group.names])
+    def given(x: Node, h: Node, group: Group, role: str) -> Node:
+        y = functools.reduce(add, [write_block(writer, h, name, rotary, layer, x) for name in group.names])
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
     def kept(x: Node, group: Group) -> Node:
@@ -158,14 +161,25 @@ def write_layer(
         for place, (group, role) in enumerate(blocks):
             h = input_of(x, group, role) if place else h
             if group.later is not None:
-                later = write_block(writer, h, group.later, rotary, layer)
+                later = write_block(writer, h, group.later, rotary, layer, x)
             base = kept(h if model.residual == "normed" else x, group)
-            x = add(base, writer.scale(given(h, group, role), model.residual_scale))
-        return x if earlier is None else add(x, earlier), later
+            x = add(base, writer.scale(given(x, h, group, role), model.residual_scale))
+        return end_layer(writer, x if earlier is None else add(x, earlier), own, layer), later
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
-    all_given = [given(each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
+    all_given = [given(x, each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
-    return add(x, writer.scale(total, model.residual_scale)), None
+    return end_layer(writer, add(x, writer.scale(total, model.residual_scale)), own, layer), None
+
+
+def end_layer(writer: Writer, x: Node, own: Node | None, layer: int) -> Node:
+    """x [T, H] with what the layer's own input adds, and times the number that is stored for it, if there are any"""
+    if own is not None:
+        x = add_per_layer_input(writer, x, own, layer)
+    if not writer.model.layer_scalar:
+        return x
+    scalar = W(writer.name("layer_scalar", layer), Type(writer.dtype, (1,)))
+    scaled: Node = writer.call(ops.mul, x, scalar, name="x")
+    return scaled
 
 
 def write_ahead(
@@ -177,5 +191,5 @@ def write_ahead(
     """
     y = writer.call(ops.join, x, embedded, name="joined")
     for name in names:
-        y = write_block(writer, writer.norm(y, f"ahead_{name}_norm", layer), name, rotary, layer)
+        y = write_block(writer, writer.norm(y, f"ahead_{name}_norm", layer), name, rotary, layer, y)
     return writer.linear(y, "ahead_out", writer.model.hidden, False, layer)

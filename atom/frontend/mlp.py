@@ -1,4 +1,7 @@
-"""The mlp blocks of a layer, by `kind`: h [T, H] -> [T, H]."""
+"""The mlp blocks of a layer, by `kind`: h [T, H] -> [T, H].
+
+m = MLPS[mlp.kind](writer, h, mlp, layer, x)        # x: the hidden states that h is made of
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from atom.graph import Full, Recipe, Stack, Transpose, Type, W, ops
 from atom.graph.recipe_ranges import cat
 
 
-def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
     """down(act(gate) * up) (Shazeer 2020)."""
     return _gated(writer, h, mlp, mlp.width, layer)
 
@@ -46,7 +49,7 @@ def gate_rule(mlp: MLPConfig, layer: int, is_shared: bool = False) -> dict[str, 
     return {"kind": mlp.activation, "limit": limit, **alpha}
 
 
-def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
     """down(act(up))."""
     return _plain(writer, h, mlp, mlp.width, layer)
 
@@ -61,16 +64,16 @@ def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
 
 
-def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
     """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
-    weights, ids = _choose(writer, h, mlp, layer)
-    x = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
+    weights, ids = _choose(writer, router_input(writer, x, layer) if mlp.router.own_norm else h, mlp, layer)
+    read = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
     if mlp.router.weighs == "inputs":
-        x, weights = writer.call(ops.weigh_inputs, x, weights, name=("weighed", "ones"))
-    y = _experts(writer, x, weights, ids, mlp, layer)
+        read, weights = writer.call(ops.weigh_inputs, read, weights, name=("weighed", "ones"))
+    y = _experts(writer, read, weights, ids, mlp, layer)
     if mlp.zero_experts:
-        share = writer.call(ops.identity_share, x, weights, ids, experts=mlp.experts, name="share")
-        y = writer.call(ops.add, y, writer.call(ops.mul, x, share, name="kept"), name="y")
+        share = writer.call(ops.identity_share, read, weights, ids, experts=mlp.experts, name="share")
+        y = writer.call(ops.add, y, writer.call(ops.mul, read, share, name="kept"), name="y")
     if mlp.latent is not None:
         y = writer.linear(y, "latent_out", writer.model.hidden, False, layer)
     if mlp.shared_width is not None:
@@ -96,6 +99,10 @@ def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, 
         groups=router.groups, top_groups=router.top_groups, renormalize=router.renormalize, scale=router.scale,
         **ranks, name=names,
     )  # fmt: skip
+    if router.scale_by_expert:
+        weights, ids = chosen
+        scales = W(writer.name("expert_scale", layer), Type(writer.dtype, (experts,)))
+        return writer.call(ops.scale_by_expert, weights, ids, scales, name="weights"), ids
     return chosen
 
 
@@ -107,6 +114,14 @@ def _shared(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
         share = writer.call(ops.activate, share, kind="sigmoid", name="share")
         shared = writer.call(ops.mul, shared, share, name="shared")
     return shared
+
+
+def router_input(writer: Writer, x: Node, layer: int) -> Node:
+    """x [T, H] by a norm of the router's own, over the root of H"""
+    hidden = writer.model.hidden
+    weight = W(writer.name("router_norm", layer), Type(writer.dtype, (hidden,)))
+    normed = writer.call(ops.rms_norm, x, weight, eps=writer.model.norm.eps, name="r")
+    return writer.scale(normed, hidden**-0.5)
 
 
 SHARED = {"gated": _gated, "plain": _plain}
@@ -159,7 +174,7 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
     return [*recipes, joined(gate_up, None, "_bias"), joined(down, None, "_bias")] if mlp.bias else recipes
 
 
-MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gated, "plain": plain, "moe": moe}
+MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int, Node], Node]] = {"gated": gated, "plain": plain, "moe": moe}
 
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:

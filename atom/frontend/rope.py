@@ -17,6 +17,7 @@ FIELDS = {  # of the recipe, by kind
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "truncate"),
     "factors": ("factors",),
+    "proportional": ("factor", "partial"),
 }
 
 

@@ -382,6 +382,7 @@ class RopeFreqs:
     beta_slow: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] | None = None
+    partial: float = 1.0
 
     def __post_init__(self) -> None:
         dim, kind = self.dim, self.kind
@@ -396,6 +397,7 @@ class RopeFreqs:
             original = self.original_max_position
             is_length = _is_whole(original) and original is not None and original > 0
             need(is_length, f"rope_freqs: kind {kind} needs an original_max_position from 1, not {original!r}")
+        need(_is_number(self.partial) and 0 < self.partial <= 1, f"rope_freqs: partial={self.partial!r} is no share")
         if kind == "factors":
             is_list = isinstance(self.factors, tuple) and all(map(_is_number, self.factors))
             is_whole = is_list and len(self.factors or ()) == dim // 2
@@ -486,7 +488,7 @@ class LatestState(State):
 
 
 AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mesh`
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
 Constant = RopeFreqs | Measured | LoraStack | Full  # of no stored tensor

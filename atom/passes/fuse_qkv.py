@@ -28,7 +28,8 @@ WRAPPERS = (
 
 def fuse_qkv(graph: Graph) -> Graph:
     for attention in graph.find(ops.attention):
-        _fuse(graph, [_projection(arg) for arg in attention.args[:3]], "qkv")
+        linears = dict.fromkeys(_projection(arg) for arg in attention.args[:3])  # one may give keys and values
+        _fuse(graph, list(linears), "qkv")
     for attention in graph.find(ops.mla_attention):
         q, kv_a = (_projection(attention.args[place]) for place in (0, 2))
         if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
@@ -38,7 +39,7 @@ def fuse_qkv(graph: Graph) -> Graph:
 
 
 def _fuse(graph: Graph, linears: Sequence[Node], name: str) -> None:
-    if not have_same_form(linears):
+    if len(linears) < 2 or not have_same_form(linears):
         return
     sizes = [linear.meta["type"].shape[-1] for linear in linears]
     first = min(linears)

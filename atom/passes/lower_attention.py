@@ -9,6 +9,12 @@
     k_rope = rope(k_rope, cos, sin)
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
+Layers may share KV: an attention of the keys and values of an earlier one, and its cache, writes nothing.
+
+    a = attention(q, k, v, KV("0"), …)  ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), batch)
+    …                                           a = paged_attention(q, KV("0"), batch, …)
+    b = attention(r, k, v, KV("0"), …)          b = paged_attention(r, KV("0"), batch, …)
+
 Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
 becomes an input of the program. `lower_recurrent` lowers the ops with recurrent state.
 """
@@ -17,14 +23,27 @@ from typing import Any
 
 from torch.fx import Node
 
+from atom.errors import PassError
 from atom.graph import BATCH, Graph, ops
 from atom.passes.lower_recurrent import lower_recurrent
 
 
 def lower_attention(graph: Graph) -> Graph:
     lower_recurrent(graph)
-    for attention in graph.find(ops.attention):
-        _lower(graph, attention)
+    calls = graph.find(ops.attention)
+    writers: dict[tuple[object, str], Node] = {}
+    for call in calls:
+        writers.setdefault((call.graph, call.args[3].name), call)
+    readers = [call for call in calls if writers[call.graph, call.args[3].name] is not call]
+    for call in readers:
+        writer = writers[call.graph, call.args[3].name]
+        if call.args[1:4] != writer.args[1:4]:
+            at = f"its cache {call.args[3].name} is written by {writer.name}"
+            raise PassError(f"{call.name}: {at}, of other keys and values")
+    for call in writers.values():
+        _lower(graph, call)
+    for call in readers:
+        _lower_reader(graph, call)
     for attention in graph.find(ops.mla_attention):
         _lower_latent(graph, attention)
     return graph
@@ -39,6 +58,14 @@ def _lower(graph: Graph, attention: Node) -> None:
     )
     paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *more, **attention.kwargs)
     graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
+
+
+def _lower_reader(graph: Graph, attention: Node) -> None:
+    """Lower the attention of a layer whose keys and values an earlier one has written."""
+    q, _, _, cache, *more = attention.args
+    batch = graph.program_of(attention).input("batch", BATCH)
+    paged = graph.insert(attention, ops.paged_attention, q, cache, batch, *more, **attention.kwargs)
+    graph.replace({attention: paged})
 
 
 def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

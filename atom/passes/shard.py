@@ -505,6 +505,8 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
     shape = value.meta["type"].shape
     if user.target is ops.linear:
         return ((shape[-1], None),) if is_wide else None
+    if user.target is ops.mul and not all(map(_is_of_linear, user.all_input_nodes)):
+        return None
     if user.target in (ops.activate, ops.xielu, ops.mul):
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
@@ -524,6 +526,16 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
     if not _divides(user, value):
         return None
     return _parts(user, True) if user.meta["type"].shape == shape else ((shape[-1], shape[1]),)
+
+
+def _is_of_linear(value: Node) -> bool:
+    """Whether each rank can have its part of a value's columns: those of a linear, or of heads, element by element."""
+    call = call_of(value)
+    if call.target in (ops.add, ops.embedding, ops.rotary) or call.op == "placeholder":
+        return False
+    if call.target in (ops.scale, ops.split, ops.split_heads, ops.merge_heads, ops.activate, ops.clamp):
+        return _is_of_linear(call.all_input_nodes[0])
+    return True
 
 
 def _divides(user: Node, value: Node) -> bool:

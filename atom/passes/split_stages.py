@@ -21,7 +21,8 @@ states, and sends the drafted tokens:
         …                                                    tokens = receive(drafted, axis="pipeline", source=1, …)
 
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
-which has the head, as in vLLM. Two stages meet at the last value from which all that follows can be computed.
+which has the head, as in vLLM. Layers that read the KV of another one are on its stage, or refused. Two stages meet at
+the last value from which all that follows can be computed.
 """
 
 from __future__ import annotations
@@ -76,15 +77,24 @@ def _first_calls(body: Program) -> list[Node]:
     """The first call with a state of each layer."""
     found: dict[str, Node] = {}
     for call in body.nodes:
-        for leaf in node_leaves(call):
-            if isinstance(leaf, State):
-                found.setdefault(leaf.name, call)
+        for state in _states(call):
+            found.setdefault(state.name, call)
     return list(found.values())
+
+
+def _states(call: Node) -> list[State]:
+    return [leaf for leaf in node_leaves(call) if isinstance(leaf, State)]
 
 
 def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
     """The last value ahead of a layer, the only one through which later calls depend on the layers before it."""
     nodes = list(body.fx.nodes)
+    kept = {state.name for call in before for state in _states(call)}
+    for call in nodes[nodes.index(layer) :]:
+        for state in _states(call):
+            if state.name in kept:
+                at = f"{call.name} reads the KV of {state.name}, a layer of another stage"
+                raise UnsupportedError(f"{at}; set fewer stages with parallel.pipeline")
     for node in reversed(nodes[nodes.index(before[-1]) : nodes.index(layer)]):
         type = node.meta["type"]
         is_row = not isinstance(type, tuple) and len(type.shape) == 2

@@ -15,7 +15,8 @@ from atom.graph import RopeFreqs
 
 def rope_freqs(recipe: RopeFreqs) -> Tensor:
     """fp32[dim / 2] in radians a token. default: Su et al. 2021; linear: Chen et al. 2023; llama3: by wavelength, as in
-    Llama 3.1; yarn: Peng et al. 2023; factors: divisors that the checkpoint states."""
+    Llama 3.1; yarn: Peng et al. 2023; factors: divisors that the checkpoint states; proportional: the first share of
+    them, then zeros, as in Gemma 4."""
     exponents = torch.arange(0, recipe.dim, 2, dtype=torch.float32) / recipe.dim
     freqs = 1.0 / recipe.theta**exponents
     match recipe.kind:
@@ -26,6 +27,9 @@ def rope_freqs(recipe: RopeFreqs) -> Tensor:
         case "yarn":
             share = _yarn_share(recipe)
             return freqs / recipe.factor * (1 - share) + freqs * share
+        case "proportional":
+            num_turned = int(recipe.partial * recipe.dim // 2)
+            return freqs.where(torch.arange(len(freqs)) < num_turned, 0.0) / recipe.factor
         case "factors":
             return freqs / torch.tensor(recipe.factors, dtype=torch.float32)
     return freqs

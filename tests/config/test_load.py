@@ -885,6 +885,7 @@ OWN_SIZES = {  # of a file that takes no others
         "expert_ffn_hidden_size": 16,
         "q_lora_rank": 16,
     },
+    "gemma4": {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8},
     "minimax_text_01": {"shared_intermediate_size": 0},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }

@@ -92,7 +92,10 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${sqrt:-4}", "of.size: -4 is not a number above 0"),
         ("${of_type:[4,6],[a,a],a}", "of.size: layers of type a differ in [4, 6]; they have one value"),
         ("${add:wide,1}", "of.size: wide is not a number above 0"),
+        ("${minus:3,x}", "of.size: x is not a number above 0"),
         ("${round_up:6,0}", "of.size: 0 is not a number above 0"),
+        ("${common:[1],heads,1}", "of.size: [1] is no object with one for each layer"),
+        ("${common:{a:{heads:1},b:{heads:2}},heads,1}", "of.size: heads differs between layers: 1, 2"),
     ],
 )
 def test_another_value_is_named_with_its_field(text: str, message: str):
@@ -102,3 +105,10 @@ def test_another_value_is_named_with_its_field(text: str, message: str):
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__
     assert str(cause) == message
+
+
+def test_common_is_what_the_listed_layers_have():
+    listed = {"1": {"head_dim": 24, "heads": 4}, "3": {"head_dim": 24}}
+    assert value_of("${common:${layers},head_dim,16}", layers=listed) == 24
+    assert value_of("${common:${layers},kv_heads,16}", layers=listed) == 16
+    assert value_of("${common:${layers},head_dim,16}", layers=None) == 16

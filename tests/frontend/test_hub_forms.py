@@ -49,8 +49,18 @@ def with_images(tensors: Tensors) -> Tensors:
         "model.visual.patch_embed.proj.weight",
         "model.vision_tower.norm.weight",
         "model.multi_modal_projector.a.bias",
+        "model.embed_vision.embedding_projection.weight",
+        "model.vision_embedder.patch_dense.weight",
+        "model.audio_tower.output_proj.weight",
+        "model.embed_audio.embedding_projection.weight",
     )
     return tensors | {name: torch.zeros(4) for name in names}
+
+
+def with_unused_keys(tensors: Tensors) -> Tensors:
+    """Also keys and values of layers that read those of others."""
+    at = "model.language_model.layers.4.self_attn."
+    return tensors | {f"{at}{name}.weight": torch.zeros(16, 48) for name in ("k_proj", "v_proj", "k_norm")}
 
 
 def with_draft(tensors: Tensors) -> Tensors:
@@ -114,6 +124,22 @@ LONGROPE = {
     "original_max_position_embeddings": 256,
 }  # fmt: skip
 
+
+def experts_apart(tensors: Tensors) -> Tensors:
+    """Three tensors for each expert in place of gate_up_proj [E, 2 W, H] and down_proj [E, H, W]."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, (gate, up) in enumerate(each.chunk(2) for each in tensor):
+                at = f"{name.removesuffix('gate_up_proj')}{expert}."
+                made |= {f"{at}gate_proj.weight": gate.clone(), f"{at}up_proj.weight": up.clone()}
+        elif name.endswith("experts.down_proj"):
+            made |= {name.replace("down_proj", f"{n}.down_proj.weight"): each.clone() for n, each in enumerate(tensor)}
+        else:
+            made[name] = tensor
+    return made
+
+
 FORMS = {
     "lfm2": HubForm(
         f"{VLLM}/lfm2.py; LiquidAI/LFM2-350M",
@@ -133,6 +159,35 @@ FORMS = {
         fields={"architectures": ["Lfm2VlForConditionalGeneration"]},
         names={r"^model\.": "model.language_model."},
         edit=with_images,
+    ),
+    "gemma4": HubForm(
+        f"{VLLM}/gemma4.py, gemma4_mm.py; google/gemma-4-31B-it",
+        fields={"architectures": ["Gemma4ForConditionalGeneration"], "global_head_dim": 24, "num_global_key_value_heads": 1,
+                "use_bidirectional_attention": "vision"},
+        without=("per_layer_config",),
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "gemma4_shared": HubForm(
+        f"{VLLM}/gemma4.py; google/gemma-4-E2B-it",
+        fields={"architectures": ["Gemma4ForConditionalGeneration"], "global_head_dim": 24, "num_global_key_value_heads": None},
+        without=("per_layer_config",),
+        names={r"^model\.": "model.language_model."},
+        edit=lambda tensors: with_unused_keys(with_images(tensors)),
+    ),
+    "gemma4_experts": HubForm(
+        f"{VLLM}/gemma4.py; google/gemma-4-26B-A4B-it",
+        fields={"architectures": ["Gemma4ForConditionalGeneration"], "global_head_dim": 24, "num_global_key_value_heads": 2},
+        without=("per_layer_config",),
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "gemma4_experts_apart": HubForm(  # as a quantized file has them, one by one
+        f"{VLLM}/gemma4.py: Gemma4ForCausalLM.load_weights",
+        variant="gemma4_experts",
+        fields={"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified_text"},
+        names={r"^model\.": "model.language_model."},
+        edit=experts_apart,
     ),
     "qwen3_next": HubForm(
         f"{VLLM}/qwen3_next.py; Qwen/Qwen3-Next-80B-A3B-Instruct",

@@ -44,6 +44,7 @@ CALLS = [
     (ops.weigh_inputs, ("bf16[T, 24]", "fp32[T, 1]"), {}),
     (ops.identity_share, ("bf16[T, 24]", "fp32[T, 2]", "i64[T, 2]"), {"experts": 4}),
     (ops.router, ("bf16[T, 24]", "bf16[8, 24]", "bf16[8]", "fp32[8]"), {"top_k": 2, "groups": 4, "top_groups": 2}),
+    (ops.scale_by_expert, ("fp32[T, 2]", "i64[T, 2]", "bf16[9]"), {}),
     (ops.add_norm_router, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[8, 24]"), {"eps": 1e-6, "top_k": 2}),
     (ops.add_rms_norm, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]"), {"eps": 1e-6}),
     (ops.local_tokens, ("i64[T]", "i64[1]"), {"size": 4}),
@@ -248,3 +249,9 @@ def test_replace_erases_what_nobody_uses_and_keeps_the_name():
     graph.replace({d: graph.insert(d, ops.split, graph.program("f").inputs[0], sizes=[4, 4])[0]})
     assert [node.target.name for node in graph.program("f").nodes] == ["split"]
     assert graph.program("f").results[0].name == "d"
+
+
+def test_a_weight_is_scaled_by_the_number_of_its_expert():
+    weights, ids = torch.tensor([[0.5, 0.25], [1.0, 2.0]]), torch.tensor([[2, 0], [1, 2]])
+    scales = torch.tensor([4.0, 3.0, 10.0])
+    assert ops.scale_by_expert(weights, ids, scales).tolist() == [[5.0, 1.0], [3.0, 20.0]]

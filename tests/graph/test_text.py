@@ -111,6 +111,7 @@ def f(x: bf16[T, 8], w: bf16[4, 8, "int8[1, *]"]):
         ('cos, sin = rotary(x, rope_freqs(5, 1e4))', "rope_freqs: dim=5 is no even number from 2"),
         ('cos, sin = rotary(x, rope_freqs(4, 0))', "rope_freqs: theta=0 is no number above 0"),
         ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="factors"))', "rope_freqs: kind factors needs a list of 2 numbers"),
+        ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="proportional", partial=0))', "rope_freqs: partial=0 is no share"),
         ('y = attention(x, x, x, KV("0", bf16[2, 1, 8], window=0), scale=1.0)', "0: window=0 is no whole number from 1"),
         ("y, z = split(x, sizes=8)", "sizes=8 is no list of whole numbers from 1"),
         ("y, z = split(x, sizes=[-1, 9])", "sizes=(-1, 9) is no list of whole numbers from 1"),

@@ -107,10 +107,6 @@ def test_a_second_run_changes_nothing(fuse: Callable[[Graph], Graph], before: st
         (fuse_qkv, QKV.replace("k = linear(h, ", "g = add(h, h)\n    k = linear(g, ")),  # not the same input
         (fuse_qkv, QKV.replace('W("k", fp32[4, 8])', 'W("k", fp32[4, 8]), W("k.b", fp32[4])')),  # one bias
         (fuse_qkv, QKV.replace('W("v", fp32[4, 8])', 'W("v", fp32[4, 8], fmt="int8")')),  # another stored format
-        (
-            fuse_qkv,
-            QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,"),
-        ),  # k is v
         (fuse_gate_up, GATE_UP.replace("up = linear(h, ", "g = add(h, h)\n    up = linear(g, ")),
         (fuse_gate_up, GATE_UP.replace(', W("u.b", fp32[6])', "")),
         (fuse_gate_up, GATE_UP.replace('W("u", fp32[6, 8])', 'W("u", fp32[6, 8], fmt="int8")')),
@@ -126,6 +122,15 @@ def test_it_declines(fuse: Callable[[Graph], Graph], text: str):
     graph = fuse(before)
     assert text_of(graph) == expected
     assert graph.num_rewrites == 0
+
+
+def test_keys_that_are_values_too_are_computed_once():
+    text = QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,")
+    fused = text_of(fuse_qkv(parse(text)))
+    assert (
+        'qkv = linear(h, cat([W("q", fp32[8, 8]), W("k", fp32[4, 8])]))\n    q, k = split(qkv, sizes=[8, 4])' in fused
+    )
+    assert "k_1 = split_heads(k, heads=1)\n    v_1 = split_heads(k, heads=1)" in fused
 
 
 def test_a_gate_that_is_read_elsewhere_stays_for_its_reader():

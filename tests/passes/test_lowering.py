@@ -44,6 +44,26 @@ def test_scales_of_the_cache_go_to_the_write_and_the_attention():
     assert text_of(lower_attention(parse(scaled))).strip() == expected
 
 
+def test_an_attention_of_the_keys_of_an_earlier_one_writes_nothing():
+    shared = BEFORE.replace("    return a", """\
+    r_1 = rope(q, cos, sin)
+    b = attention(r_1, k_2, v, KV("0", fp32[2, 1, 4], window=3), scale=0.5, window=2)
+    return a, b""")  # fmt: skip
+    expected = AFTER.replace("    return a", """\
+    r_1 = rope(q, cos, sin)
+    b = paged_attention(r_1, KV("0", fp32[2, 1, 4], window=3), batch, scale=0.5, window=2)
+    return a, b""")  # fmt: skip
+    assert text_of(lower_attention(parse(shared))).strip() == expected
+
+
+def test_two_sets_of_keys_for_one_cache_are_refused():
+    twice = BEFORE.replace("    return a", """\
+    b = attention(q, k, v, KV("0", fp32[2, 1, 4], window=3), scale=0.5, window=3)
+    return a, b""")  # fmt: skip
+    with pytest.raises(PassError, match="b: its cache 0 is written by a, of other keys and values"):
+        lower_attention(parse(twice))
+
+
 def test_a_rope_that_only_q_has_stays():
     lowered = text_of(lower_attention(parse(BEFORE.replace("k_2 = rope(k_1, cos, sin)", "k_2 = add(k_1, k_1)"))))
     assert "q_2 = rope(q_1, cos, sin)" in lowered

@@ -45,6 +45,13 @@ def head(hidden: fp32[R, 4]):
     logits = linear(hidden, W("embed", fp32[7, 4]))
     return logits"""
 
+SHARED = BEFORE.replace("    return x_2", """\
+    q_4 = split_heads(x_2, heads=1)
+    a_4 = attention(q_4, q_3, q_3, KV("1", fp32[2, 1, 4]), scale=0.5)
+    a_5 = merge_heads(a_4)
+    x_3 = add(x_2, a_5)
+    return x_3""")  # fmt: skip
+
 FIRST = """\
 def body(tokens: i64[T], positions: i64[T]):
     cos, sin = rotary(positions, rope_freqs(4, 10000.0))
@@ -78,6 +85,20 @@ def head(hidden: fp32[R, 4]):
     logits = linear(hidden, W("embed", fp32[7, 4]))
     logits_1 = send(logits, axis="pipeline", to=0)
     return logits_1"""
+
+
+def test_a_layer_that_reads_the_kv_of_another_is_on_its_stage():
+    first, _ = (plain(split_stages(parse(SHARED), context(stage, 2))).strip() for stage in range(2))
+    assert first == FIRST, "the third attention is no layer of its own"
+    apart = SHARED.replace("    return x_3", """\
+    q_5 = split_heads(x_3, heads=1)
+    a_6 = attention(q_5, q_5, q_5, KV("2", fp32[2, 1, 4]), scale=0.5)
+    a_7 = attention(q_5, q_3, q_3, KV("1", fp32[2, 1, 4]), scale=0.5)
+    a_8 = add(a_6, a_7)
+    a_9 = merge_heads(a_8)
+    return a_9""")  # fmt: skip
+    with pytest.raises(UnsupportedError, match="a_7 reads the KV of 1, a layer of another stage; set fewer stages"):
+        split_stages(parse(apart), context(0, 2))
 
 
 DRAFT = """
@@ -193,7 +214,9 @@ def logits_of_stages(checkpoint: Path, tokens: list[int], mesh: Mesh) -> list[to
         verify(graphs[-1], ops.SEMANTIC)
         assert show(parse(show(graphs[-1]))) == show(graphs[-1])
     assert {name for graph in graphs for name in graph.stored()} == semantic_graph(config).stored().keys()
-    assert sum(len(graph.states()) for graph in graphs) == config.model.layers
+    assert sum(len(graph.states()) for graph in graphs) == sum(
+        map(config.model.keeps_state, range(config.model.layers))
+    )
     opened, read = open_for(config, SilentProgress()), []
     for rank in range(mesh.num_ranks):
         recipes = graphs[mesh.stage(rank)].recipes()

@@ -51,6 +51,14 @@ def body(q: fp32[T, 4, 6], q_rope: fp32[T, 4, 2], latent: fp32[T, 5], k_rope: fp
 """
 
 
+def test_layers_that_share_kv_are_refused():
+    shared = ATTENTION.replace("return a", """\
+b = attention(q_2, k_2, v, KV("layers.0", fp32[2, 2, 8], window=16), scale=0.5, window=16)
+    return b""")  # fmt: skip
+    with pytest.raises(UnsupportedError, match="2 layers read the KV of 1, which vLLM's layers do not share"):
+        hand_over_attention(parse(shared), CPU)
+
+
 @pytest.mark.parametrize(("context", "after"), [(GPU, ON_A_GPU), (CPU, ON_A_CPU)])
 def test_attention_becomes_a_layer_of_another_engine(context, after):
     graph = hand_over_attention(parse(ATTENTION), context)

@@ -79,9 +79,10 @@ from atom.graph.ops.moe import (
     identity_share,
     plain_experts,
     router,
+    scale_by_expert,
     sparse_mixer,
     weigh_inputs,
-)  # fmt: skip
+)
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
 
@@ -96,7 +97,7 @@ __all__ = [
     "layer_norm", "lightning", "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul",
     "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "pad",
     "paged_attention", "paged_mla_attention", "pair_adapters", "plain_experts", "receive", "recurrent",
-    "reduce_scatter", "rms_norm", "rope", "rotary", "router", "row_shape", "run_batch", "scale", "scale_by_rms",
-    "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "sum_squares",
-    "time_step", "weigh_inputs", "xielu",
+    "reduce_scatter", "rms_norm", "rope", "rotary", "router", "row_shape", "run_batch", "scale", "scale_by_expert",
+    "scale_by_rms", "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay",
+    "sum_squares", "time_step", "weigh_inputs", "xielu",
 ]  # fmt: skip

@@ -90,13 +90,13 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul(a: Type, b: Type) -> Type:
-    need(b in (a, a.with_last(1)), f"{a} and {b} differ")
+    need(b in (a, a.with_last(1), Type(a.dtype, (1,))), f"{a} and {b} differ")
     return a
 
 
 @op(_mul)
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., H], b [..., H] or [..., 1] -> [..., H]"""
+    """a [..., H], b [..., H], [..., 1] or [1] -> [..., H]"""
     return a * b
 
 

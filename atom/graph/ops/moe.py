@@ -86,6 +86,17 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     return torch.cat((weights * scale, weights.new_ones(common.shape)), 1), torch.cat((ids, common), 1)
 
 
+def _scale_by_expert(weights: Type, ids: Type, scales: Type) -> Type:
+    need(ids.shape == weights.shape and len(scales.shape) == 1, f"weights are {weights}, ids {ids}, scales {scales}")
+    return weights
+
+
+@op(_scale_by_expert)
+def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> Tensor:
+    """weights fp32[T, k], ids i64[T, k], scales [E] -> fp32[T, k], each weight times its expert's scale"""
+    return weights * scales.float()[ids]
+
+
 def _add_norm_router(a: Type, b: Type, norm: Type, weight: Type, bias: Type | None = None,
                      correction: Type | None = None, *, eps: float, **rule: Any) -> tuple[Type, ...]:  # fmt: skip
     normed, total = cast(tuple[Type, Type], add_rms_norm.infer(a, b, norm, eps=eps))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from atom.errors import UnsupportedError
 from atom.graph import Graph, ops
 from atom.graph.graph import type_of
 from atom.graph.recipes import Measured
@@ -23,7 +24,10 @@ from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
 
 
 def hand_over_attention(graph: Graph, context: PassContext) -> Graph:
-    for attention in graph.find(ops.attention):
+    calls = graph.find(ops.attention)
+    if len(names := {call.args[3].name for call in calls}) < len(calls):
+        raise UnsupportedError(f"{len(calls)} layers read the KV of {len(names)}, which vLLM's layers do not share")
+    for attention in calls:
         _, _, v, cache, *more = attention.args  # sinks, and scales of entries in fp8
         args = _without_measured(*_norm_and_rotate(graph, attention, context), v, *more)
         layer = graph.insert(attention, attention_layer, *args, layer=cache.name, name="a", **attention.kwargs)

@@ -80,10 +80,10 @@ model.norm: kind eps weight bias offset before after after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act adapter_rank latent_scale qk_norm qk_norm_weight v_norm k_is_v scale scale_dim softcap sinks
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.attention.rope: short_factor long_factor short_mscale long_mscale
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.mlp.0: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
 model.mlp.0: every first skip
@@ -91,10 +91,10 @@ model.mlp.0.router: method score correction ranks weighs jitter bias groups top_
 model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act adapter_rank latent_scale qk_norm qk_norm_weight v_norm k_is_v scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
+model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.blocks.NAME.mlp: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
 model.blocks.NAME.mlp: every first skip
@@ -130,7 +130,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 afmoe apertus arcee auto axk1 bailing_moe_v2 bamba bloom codegen cohere cohere2 cohere2_moe cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo gemma
 gemma2 gemma3 gemma4 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear laguna lfm2 lfm2_moe kolibri1 llama llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral mpt nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+hyperclovax internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear laguna lfm2 lfm2_moe kolibri1 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral mpt nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu zamba2
 """
 

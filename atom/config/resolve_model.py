@@ -343,8 +343,10 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
         raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
     if rope.kind != "none" and rotated > dims:
         raise ConfigError(f"{at}.dims={rotated} is more than the {dims} dims of a head; set at most those")
-    if rope.query_growth and (rope.kind == "none" or rotated < dims):
-        raise UnsupportedError(f"{at}.query_growth: {rotated} of {dims} dims are rotated; all of them have to be")
+    if rope.query_growth and rope.kind != "none" and rotated < dims:
+        raise UnsupportedError(f"{at}.query_growth: {rotated} of {dims} dims are rotated; all or none have to be")
+    if rope.query_growth and rope.kind == "none" and dims % 2:
+        raise UnsupportedError(f"{at}.query_growth: heads have {dims} dims, an odd number; queries grow by pairs")
     original = rope.original_max_position or max_position
     factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
     if rope.kind in ("linear", "llama3") and not factor:

@@ -87,6 +87,7 @@ class RopeConfig:
     mscale: float | None = number(None, 0, 1_000_000)  # yarn
     mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn
     query_growth: float = number(0.0, 0)  # queries times 1 + it * ln(1 + position // original_max_position)
+    growth_offset: int = number(0, 0, INT32)  # added to the position that query_growth divides
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
     short_factor: list[float] | None = None  # longrope: factors if max_model_len is at most original_max_position

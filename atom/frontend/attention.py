@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -174,20 +174,26 @@ def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rot
 
 
 def make_rotary(writer: Writer, positions: Node, rope: RopeConfig, attention: AttentionConfig) -> Rotary:
-    def pair(freqs: Recipe, name: str, **scales: float) -> tuple[Node, Node]:
+    def pair(freqs: Recipe, name: str, **scales: Any) -> tuple[Node, Node]:
         cos, sin = writer.call(ops.rotary, positions, freqs, **scales, name=(f"{name}cos", f"{name}sin"))
         return cos, sin
 
+    growth: dict[str, Any] = {"growth": rope.query_growth, "period": rope.original_max_position}
+    if rope.growth_offset:
+        growth["offset"] = rope.growth_offset
+
+    def still(dims: int, name: str) -> tuple[Node, Node]:  # an angle of 0, at which cos only grows
+        return pair(Full(0.0, Type("fp32", (dims // 2,))), name, **growth)
+
+    if rope.kind == "none":
+        return Rotary(None, still(required(attention.head_dim), "q_"), rope.interleaved)
     freqs, scale = rope_freqs(rope), rotary_scale(rope)
     keys = pair(freqs, "", scale=scale)
     if not rope.query_growth:
         return Rotary(keys, keys, rope.interleaved)
-    growth = {"growth": rope.query_growth, "period": required(rope.original_max_position)}
     queries = pair(freqs, "q_", scale=scale, **growth)
-    if attention.kind != "mla":
-        return Rotary(keys, queries, rope.interleaved)
-    still = Full(0.0, Type("fp32", (required(attention.nope_dim) // 2,)))  # an angle of 0, at which cos only grows
-    return Rotary(keys, queries, rope.interleaved, pair(still, "grown_", **growth))
+    grown = still(required(attention.nope_dim), "grown_") if attention.kind == "mla" else None
+    return Rotary(keys, queries, rope.interleaved, grown)
 
 
 def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
@@ -201,7 +207,7 @@ def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
     if has_none or (is_full and not has_full):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
-    return None if rope.kind == "none" else rope
+    return None if rope.kind == "none" and not rope.query_growth else rope
 
 
 def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved: bool, name: str) -> Node:

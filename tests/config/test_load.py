@@ -876,6 +876,13 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "linear_value_head_dim": 8,
     "mamba_n_heads": 4,
     "layers_block_type": ["linear_attention", "full_attention", "linear_attention"],
+    "n_embd": 64,
+    "d_model": 64,
+    "n_layer": 3,
+    "n_layers": 3,
+    "n_head": 4,
+    "n_heads": 4,
+    "ffn_dim": 80,
 }
 OWN_SIZES = {  # of a file that takes no others
     "longcat_flash": {
@@ -886,6 +893,9 @@ OWN_SIZES = {  # of a file that takes no others
         "q_lora_rank": 16,
     },
     "gemma4": {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "llama4": {"num_experts_per_tok": 1},
     "minimax_text_01": {"shared_intermediate_size": 0},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
@@ -900,7 +910,7 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
         model = load([f"model={file.name}", f"checkpoint={write(**sizes)}"]).model
         heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, 4 if file.name == "longcat_flash" else 3
         assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
-        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value"))
+        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"))
 
 
 def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
@@ -959,6 +969,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "kimi_k2": ("kimi_k2", "think"),
     "kimi_k25": ("kimi_k2", "think"),
     "llama": ("python_tag", None),
+    "llama4": ("pythonic", None),
     "minimax_m2": ("minimax_m2", "think"),
     "ministral": ("mistral", None),
     "ministral3": ("mistral", None),

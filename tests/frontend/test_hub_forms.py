@@ -244,6 +244,14 @@ FORMS = {
         names={r"experts\.e_score": "gate.e_score", r"shared_expert\.": "shared_experts."},  # as transformers has them in memory
         edit=stacked_experts,
     ),
+    "llama4": HubForm(
+        f"{VLLM}/llama4.py; meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        fields={"architectures": ["Llama4ForConditionalGeneration"], "no_rope_layers": [], "attn_temperature_tuning": 4, "for_llm_compressor": False,
+                "rope_theta": 10000.0, "rope_scaling": {key: value for key, value in tiny.LLAMA3.items() if key != "rope_theta"}},
+        without=("layer_types", "moe_layers", "rope_parameters"),
+        names={"^": "language_model."},
+        edit=with_images,
+    ),
     "mimo_v2_flash": HubForm(
         f"{VLLM}/mimo_v2.py; XiaomiMiMo/MiMo-V2-Flash",
         changes={"rms_norm_eps": 1e-3, "num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3,

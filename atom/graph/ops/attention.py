@@ -31,18 +31,24 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.flatten(1)
 
 
-@op(lambda positions, freqs, *, scale=1.0, growth=0.0, period=1: (Type("fp32", (*positions.shape, *freqs.shape)),) * 2)
-def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0, growth: float = 0.0,
-           period: int = 1) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _rotary(positions: Type, freqs: Type, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
+            offset: int = 0) -> tuple[Type, Type]:  # fmt: skip
+    made = Type("fp32", (*positions.shape, *freqs.shape))
+    return made, made
+
+
+@op(_rotary)
+def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
+           offset: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """positions i64[T], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale
 
-    growth: and times 1 + growth * ln(1 + position // period), as for queries of Llama 4 (Meta 2025).
+    growth: and times 1 + growth * ln(1 + (position + offset) // period), as for queries of Llama 4 (Meta 2025).
     """
     angles = positions.float().unsqueeze(-1) * freqs
     cos, sin = angles.cos() * scale, angles.sin() * scale
     if not growth:
         return cos, sin
-    grown = 1.0 + growth * torch.log1p((positions // period).float()).unsqueeze(-1)
+    grown = 1.0 + growth * torch.log1p(((positions + offset) // period).float()).unsqueeze(-1)
     return cos * grown, sin * grown
 
 

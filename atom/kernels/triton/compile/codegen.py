@@ -347,7 +347,8 @@ class _Kernel:
             self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
         trig, scale = ("cos", "sin")[node.args[1]], str(float(call.kwargs.get("scale", 1.0)))
         if growth := float(call.kwargs.get("growth", 0.0)):
-            periods = f"({self._value(positions, at[:-1], tile)} // {int(call.kwargs['period'])}).to(tl.float32)"
+            counted = f"({self._value(positions, at[:-1], tile)} + {int(call.kwargs.get('offset', 0))})"
+            periods = f"({counted} // {int(call.kwargs['period'])}).to(tl.float32)"
             scale += f" * (1.0 + {growth} * tl.log(1.0 + {periods}))"
         return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")
 

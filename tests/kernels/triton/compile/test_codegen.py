@@ -109,7 +109,7 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 30], w0: {0}[30]):
 """,
     "queries that grow, clipped columns and trained activations": """\
 def piece(x0: i64[A], x1: {0}[A, 37], w0: fp32[8], w1: {0}[1], w2: {0}[1]):
-    rotary, rotary_1 = generated.rotary(x0, w0, scale=1.5, growth=0.4, period=16)
+    rotary, rotary_1 = generated.rotary(x0, w0, scale=1.5, growth=0.4, period=16, offset=1)
     clamp = generated.clamp(x1, limit=0.5)
     xielu = generated.xielu(x1, w1, w2)
     return rotary, rotary_1, clamp, xielu

@@ -54,12 +54,14 @@ def repeat(pattern: Any, number: Any, *, _node_: Any) -> list[str] | None:
 
 
 def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, _node_: Any) -> list[str] | None:
-    """The types of so many layers, of which the listed ones have a type of their own.
+    """The types of so many layers, of which the listed ones, maybe in a text as 3,4,5, have a type of their own.
 
     first: the number of the first layer
     """
     if layers is None or number is None:
         return None
+    if isinstance(layers, str):
+        layers = [int(each) if each.strip().isdigit() else each for each in layers.split(",")]
     listed = list(layers) if isinstance(layers, list | ListConfig) else None
     if listed is None or not is_count(number):
         raise ConfigError(f"{key_of(_node_)}: {spelled(layers)} is not a list of layers, of {spelled(number)}")
@@ -111,7 +113,9 @@ def add(number: Any, other: Any, *, _node_: Any) -> Any:
     """number + other."""
     if number is None or other is None:
         return None
-    check_numbers(number, other, node=_node_)
+    for each in (number, other):
+        if each != 0:
+            check_numbers(each, node=_node_)
     return number + other
 
 

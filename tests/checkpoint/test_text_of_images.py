@@ -59,6 +59,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_c
     "Kimi_K25": ({**tiny.MLA, **EXPERTS, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                   "rope_parameters": tiny.YARN_MLA, "first_k_dense_replace": 1},
                  {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "projection_hidden_size": 64}),
+    "Step3p7": ({**EXPERTS, "n_routed_experts": 6, "head_dim": 12, "share_expert_dim": 20, "pad_token_id": 1, "sliding_window": 7, "num_sliding_attention_heads": 8,
+                 "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"], "moe_router_scaling_factor": 1.7,
+                 "swiglu_limits": [None, 0.4], "swiglu_limits_shared": [0.3, 0.5], "rope_parameters": {
+                     "full_attention": {**tiny.LLAMA3, "partial_rotary_factor": 0.5}, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}},
+                {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14, "mlp_ratio": 2.0}),
     "Exaone4_5_": ({"model_type": "exaone4", "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": tiny.LLAMA3},
                    {**VISION, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}),
 }  # fmt: skip

@@ -41,6 +41,7 @@ def test_where_is_the_type_of_each_layer():
     assert value_of("${where:${listed},2,full,conv}", listed=[]) == ["conv", "conv"]
     assert value_of("${where:[1,3],3,full,conv,1}") == ["full", "conv", "full"]
     assert value_of("${where:null,4,full,conv}") is None
+    assert value_of("${where:${listed},4,full,conv}", listed="1, 3") == ["conv", "full", "conv", "full"]
 
 
 def test_spell_gives_each_letter_its_type_and_count_the_number_of_them():
@@ -60,7 +61,7 @@ def test_of_type_is_the_value_of_the_layers_of_a_type():
 
 
 def test_add_leaves_null_as_it_is():
-    assert [value_of(text) for text in ("${add:128,1}", "${add:null,1}")] == [129, None]
+    assert [value_of(text) for text in ("${add:128,1}", "${add:null,1}", "${add:45,0}")] == [129, None, 45]
 
 
 def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():

@@ -57,7 +57,7 @@ class FolderCheckpoint(Checkpoint):
         """fetch_names: asked for the names of tensors if the folder has neither weights nor an index"""
         self.location = location or str(folder)
         self._folder, self._fetch_names = folder, fetch_names
-        self.config = with_modelopt(normalize_rope(with_inner_configs(read_config(folder))), folder)
+        self.config = with_modelopt(with_one_rope(with_inner_configs(read_config(folder))), folder)
         self.config |= read_pooling(folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
@@ -148,6 +148,14 @@ def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
         }
         return {key: value for key, value in config.items() if key != "text_config"} | own
     return {**inner, **config} if isinstance(inner, dict) else config
+
+
+def with_one_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with its rope in one form; unchanged if that fails, as an unknown architecture is the better refusal."""
+    try:
+        return normalize_rope(config)
+    except UnsupportedError:
+        return config
 
 
 def text_name(name: str) -> str | None:

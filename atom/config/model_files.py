@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.spelling import override
+from atom.config.unsupported import missing_block
 from atom.errors import CheckpointError, ConfigError, UnreachableError, UnsupportedError, one_line
 from atom.plugins import package_folders
 
@@ -231,16 +232,7 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     if matching and shared:
         matching = taking_text(matching, hf.get("model_type"), f"{checkpoint} has the architecture {', '.join(names)}")
     if not matching:
-        all_names = {name for name, _ in known if name}
-        found = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
-        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & all_names
-        if whole:
-            found += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
-        elif near := nearest_architectures(names, all_names):
-            found += f"; the nearest known ones are {', '.join(near)}"
-        listed = f"docs/checkpoints.md lists all {len(all_names)}"
-        ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
-        raise UnsupportedError(f"{checkpoint} has {found}; {listed}, {ways}")
+        raise unknown_architecture(checkpoint, names, {name for name, _ in known if name})
     if is_gguf or len(matching) == 1:
         return next(iter(matching))
     exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
@@ -249,6 +241,23 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
     return exact[0]
+
+
+def unknown_architecture(checkpoint: str, names: Sequence[str], known: Collection[str]) -> UnsupportedError:
+    """The error of a checkpoint whose architecture no model file lists: what is missing, or where to begin."""
+    for name in names:
+        if missing := missing_block(name):
+            return UnsupportedError(
+                f"{checkpoint}: {name} needs {missing}, which atom does not have; docs/models.md lists what runs"
+            )
+    found = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+    whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & set(known)
+    if whole:
+        found += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
+    elif near := nearest_architectures(names, known):
+        found += f"; the nearest known ones are {', '.join(near)}"
+    ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
+    return UnsupportedError(f"{checkpoint} has {found}; docs/models.md lists all {len(known)}, {ways}")
 
 
 def taking_text(matching: Mapping[str, ModelFile], model_type: Any, found: str) -> dict[str, ModelFile]:

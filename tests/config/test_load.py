@@ -151,7 +151,7 @@ def test_an_unknown_architecture_names_the_nearest_and_the_page_with_all(write: 
     automatic = [file.spec for file in model_files() if file.spec.get("auto", True)]
     num = len({name for spec in automatic for name in spec.get("architectures", ())})
     ways = (
-        f"docs/checkpoints.md lists all {num}, docs/add-a-model.md shows how to write a YAML file for another, "
+        f"docs/models.md lists all {num}, docs/add-a-model.md shows how to write a YAML file for another, "
         "model=NAME takes a file as it is"
     )
     assert refused("Qwen3NewForCausalLM") == (

@@ -1,0 +1,164 @@
+"""The architectures that vLLM 0.33.0 and SGLang 0.5.23 serve, as their wheels name them.
+
+Read on 2026-11-29; drafts, classifiers, embedding models and wrappers of transformers' own classes are left out.
+"""
+
+from __future__ import annotations
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VLLM = names(  # vllm/model_executor/models/registry.py: _TEXT_GENERATION_MODELS, _MULTIMODAL_MODELS
+    """
+    AXK1ForCausalLM AfmoeForCausalLM AliceAIForCausalLM Alpamayo2Super ApertusForCausalLM
+    AriaForConditionalGeneration AudioFlamingo3ForConditionalGeneration BagelForConditionalGeneration
+    BailingMoeForCausalLM BailingMoeV2ForCausalLM BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
+    BailingMoeV3VLForConditionalGeneration BeamForCausalLM BeeForConditionalGeneration
+    Blip2ForConditionalGeneration BloomForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
+    Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
+    CohereAsrForConditionalGeneration CohereCompassForConditionalGeneration CohereForCausalLM
+    Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration DbrxForCausalLM DeciLMForCausalLM
+    DeepseekForCausalLM DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
+    DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM
+    DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM DiffusionGemmaForBlockDiffusion
+    DomynEdgeForCausalLM DoryForCausalLM Dots3NoteForCausalLM DotsOCRForCausalLM
+    Eagle2_5_VLForConditionalGeneration Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+    Ernie4_5_VLMoeForConditionalGeneration Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration
+    ExaoneForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM
+    FalconMambaForCausalLM FireRedASR2ForConditionalGeneration FlintForCausalLM FunASRForConditionalGeneration
+    FunAudioChatForConditionalGeneration GLM4VForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration
+    Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration
+    GlmAsrForConditionalGeneration GlmMoeDsaForCausalLM GlmOcrForConditionalGeneration GptOssForCausalLM
+    Granite4VisionForConditionalGeneration GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration H2OVLChatModel
+    HCXVisionV2ForCausalLM HYV3ForCausalLM HYV4ForCausalLM HfMoondream HrmTextForCausalLM
+    HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM Idefics3ForConditionalGeneration
+    InklingForCausalLM InklingForConditionalGeneration InternLM2ForCausalLM InternLM3ForCausalLM
+    InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration InternVLChatModel
+    InternVLForConditionalGeneration IsaacForConditionalGeneration JambaForCausalLM K2HorizonForCausalLM
+    KananaVForConditionalGeneration KeyeForConditionalGeneration KeyeVL1_5ForConditionalGeneration
+    KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
+    KimiVLForConditionalGeneration LLaMAForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm2VlForConditionalGeneration LightOnOCRForConditionalGeneration Llama4ForCausalLM
+    Llama4ForConditionalGeneration LlamaForCausalLM Llama_Nemotron_Nano_VL LlavaForConditionalGeneration
+    LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
+    LlavaOnevision2ForConditionalGeneration LlavaOnevisionForConditionalGeneration LongcatFlashForCausalLM
+    LongcatFlashNgramForCausalLM Mamba2ForCausalLM MambaForCausalLM MiDashengLMModel MiMoForCausalLM
+    MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2OmniForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM
+    MiniCPMO MiniCPMOcrForConditionalGeneration MiniCPMV MiniCPMV4_6ForConditionalGeneration
+    MiniCPMV4_7ForConditionalGeneration MiniMaxM2ForCausalLM MiniMaxM3SparseForCausalLM
+    MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM Mistral3ForConditionalGeneration
+    MistralForCausalLM MistralLarge3ForCausalLM MixtralForCausalLM Molmo2ForConditionalGeneration
+    MolmoForCausalLM Moondream3ForCausalLM MoonshotKimiaForCausalLM MossAudioModel
+    MossTranscribeDiarizeForConditionalGeneration MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration
+    MuseSparkForConditionalGeneration NVLM_D NemotronForCausalLM NemotronHForCausalLM
+    NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
+    OPTForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM OpenCUAForConditionalGeneration
+    OpenPanguVLForConditionalGeneration OpenVLAForActionPrediction OrionForCausalLM Ovis Ovis2_5
+    Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM PaddleOCRVLForConditionalGeneration
+    PaliGemmaForConditionalGeneration PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM
+    PanguUltraMoEForCausalLM Param2MoEForCausalLM Phi3ForCausalLM Phi3VForCausalLM Phi4ForCausalLMV
+    Phi4MMForCausalLM PhiMoEForCausalLM PixtralForConditionalGeneration Plamo3ForCausalLM
+    QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen2VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel
+    Qwen2_5_VLForConditionalGeneration Qwen3ASRForConditionalGeneration Qwen3ASRRealtimeGeneration
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3OmniMoeForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RForConditionalGeneration RadioMBartPrefixForCausalLM
+    Rnj1ForCausalLM SarvamMLAForCausalLM SarvamMoEForCausalLM SkyworkR1VChatModel
+    SmolVLMForConditionalGeneration SolarForCausalLM StableLmForCausalLM Step1ForCausalLM Step3TextForCausalLM
+    Step3VLForConditionalGeneration Step3p5ForCausalLM Step3p7ForConditionalGeneration Step5ForCausalLM
+    Step5ForConditionalGeneration StepVLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM
+    TeleFLMForCausalLM UltravoxModel UnlimitedOCRForCausalLM VoxtralForConditionalGeneration
+    VoxtralRealtimeGeneration WhisperForConditionalGeneration Zamba2ForCausalLM
+    """
+)
+
+SGLANG = names(  # sglang/srt/models/*.py: EntryClass
+    """
+    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM
+    BailingMM2NativeForConditionalGeneration BailingMMNativeForConditionalGeneration BailingMoEForCausalLM
+    BailingMoeForCausalLM BailingMoeV2ForCausalLM BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
+    BailingMoeV3VLForConditionalGeneration BeamForCausalLM BertModel CLIPModel ChatGLMModel Cohere2ForCausalLM
+    Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration CohereForCausalLM Contriever
+    Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration DFlashLagunaForCausalLM
+    DbrxForCausalLM DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
+    DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark
+    DeepseekVL2ForCausalLM DiffusionGemmaForBlockDiffusion Dots3NoteForCausalLM DotsOCRForCausalLM
+    DotsVLMForCausalLM Eagle3DeepseekV2ForCausalLM EmbeddingGemma2Model EmbeddingGemmaModel
+    Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration Exaone4ForCausalLM
+    ExaoneForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+    GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    Gemma4AssistantForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
+    Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM
+    GigaChat35ForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration Glm5NextForConditionalGeneration
+    GlmAsrForConditionalGeneration GlmImageForConditionalGeneration GlmMoeDsaForCausalLM
+    GlmOcrForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    Grok1ForCausalLM Grok1ModelForCausalLM HYV3ForCausalLM HYV4ForCausalLM HrmTextForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM
+    IQuestQ1ForCausalLM InklingForConditionalGeneration InternLM2ForCausalLM InternLM2ForRewardModel
+    InternLM3ForCausalLM InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration InternVLChatModel
+    JetNemotronForCausalLM JetVLMForConditionalGeneration K2HorizonForCausalLM KimiK25ForConditionalGeneration
+    KimiK3ForConditionalGeneration KimiK3LinearForCausalLM KimiLinearForCausalLM
+    KimiVLForConditionalGeneration LLaDA2MoeModelLM LagunaForCausalLM Lfm2BidirectionalModel Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration LightOnOCRForConditionalGeneration LingDSparkModel
+    Llama4ForCausalLM Llama4ForConditionalGeneration LlamaForCausalLM LlamaForClassification
+    LlamaForSequenceClassificationWithNormal_Weights LlavaForConditionalGeneration LlavaLlamaForCausalLM
+    LlavaMistralForCausalLM LlavaQwenForCausalLM LlavaVidForCausalLM LocateAnythingForConditionalGeneration
+    LongcatFlashForCausalLM Mamba2ForCausalLM MambaForCausalLM MellumForCausalLM MiDashengLMModel
+    MiMoForCausalLM MiMoV2ASRForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM MindSporeForCausalLM
+    MiniCPM3ForCausalLM MiniCPMForCausalLM MiniCPMO MiniCPMSALAForCausalLM MiniCPMV
+    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration MiniMaxM2ForCausalLM
+    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM
+    Mistral3ForConditionalGeneration MistralForCausalLM MistralLarge3ForCausalLM MistralModel
+    MixtralForCausalLM MllamaForConditionalGeneration MossVLForConditionalGeneration MultiModalityCausalLM
+    MuseGlimmerAssistantModel MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration
+    MuseSparkForConditionalGeneration NVILAForConditionalGeneration NVILALiteForConditionalGeneration
+    NanbeigeForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3
+    NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 OPTForCausalLM Olmo2ForCausalLM OlmoForCausalLM
+    OlmoeForCausalLM OrionForCausalLM POINTSV15ChatModel PaddleOCRVLForConditionalGeneration
+    PersimmonForCausalLM Phi3ForCausalLM Phi3SmallForCausalLM Phi4MMForCausalLM PhiForCausalLM
+    PhiMoEForCausalLM PixtralForConditionalGeneration PixtralVisionModel QWenLMHeadModel
+    QuantMixtralForCausalLM Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2ForRewardModel
+    Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+    Qwen3ASRForConditionalGeneration Qwen3DSparkModel Qwen3ForCausalLM Qwen3ForRewardModel Qwen3Model
+    Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3OmniMoeForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen4ExpForConditionalGeneration SDARForCausalLM SDARMoeForCausalLM Sarashina2VisionForCausalLM
+    SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM Spark2_5ForCausalLM StableLmForCausalLM
+    Starcoder2ForCausalLM Step3VLForConditionalGeneration Step3p5ForCausalLM Step3p7ForConditionalGeneration
+    StepVLForConditionalGeneration TeleFLMForCausalLM UnlimitedOCRForCausalLM VoxtralForConditionalGeneration
+    WhisperForConditionalGeneration XLMRobertaModel XllmForCausalLM XverseForCausalLM XverseMoeForCausalLM
+    YiVLForCausalLM ZayaForCausalLM
+    """
+)
+
+VLLM_ONCE = names(  # the same file of vLLM: _PREVIOUSLY_SUPPORTED_MODELS, as of old checkpoints
+    """
+    AquilaForCausalLM AquilaModel ArcticForCausalLM AyaVisionForConditionalGeneration BaiChuanForCausalLM
+    BaichuanForCausalLM BambaForCausalLM ChameleonForConditionalGeneration Cheers
+    CheersForConditionalGeneration DonutForConditionalGeneration Dots1ForCausalLM ErnieModel
+    Fairseq2LlamaForCausalLM FireRedLIDForConditionalGeneration FuyuForCausalLM GritLM Grok1ForCausalLM
+    Grok1ModelForCausalLM HCXVisionForCausalLM InternLM2VEForCausalLM InternLMForCausalLM JAISLMHeadModel
+    MPTForCausalLM MantisForConditionalGeneration MiniMaxForCausalLM MiniMaxM1ForCausalLM
+    MiniMaxText01ForCausalLM MiniMaxVL01ForConditionalGeneration MllamaForConditionalGeneration
+    MotifForCausalLM MptForCausalLM MusicFlamingoForConditionalGeneration OuroForCausalLM PersimmonForCausalLM
+    Phi3SmallForCausalLM Phi4FlashForCausalLM Phi4MultimodalForCausalLM Plamo2ForCausalLM PrithviGeoSpatialMAE
+    QWenLMHeadModel QwenVLForConditionalGeneration RWForCausalLM StableLMEpochForCausalLM
+    Tarsier2ForConditionalGeneration TarsierForConditionalGeneration TeleChatForCausalLM XverseForCausalLM
+    """
+)

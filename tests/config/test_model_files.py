@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import yaml
-from generated import DOCS, check_block
+from generated import check_block
 
 from atom.config import model_files as model_files_module
 from atom.config.folders import CONF
 from atom.config.load import load
-from atom.config.model_files import choose_model, find_source, model_files
+from atom.config.model_files import SHARED, ModelFile, choose_model, find_source, model_files, with_inherited
+from atom.config.unsupported import unsupported
 from atom.errors import CheckpointError, ConfigError, UnreachableError
 
 
@@ -185,19 +185,57 @@ def test_a_search_path_that_is_no_list_of_folders_is_refused(text: str):
         load([text])
 
 
-def test_the_page_lists_the_architectures_of_all_model_files(request: pytest.FixtureRequest):
-    rows = {}
-    specs = {path.stem: yaml.safe_load(path.read_text()) for path in (DOCS.parent / "conf" / "model").glob("*.yaml")}
-    listed = [
-        (name, file)
-        for file, spec in sorted(specs.items())
-        for name in (spec.get("architectures", []) if spec.get("auto", True) else [])
-    ]
-    counts = Counter(name for name, _ in listed)
-    for name, file in listed:
-        chooses = counts[name] > 1 or name.endswith("ForConditionalGeneration")
-        types = ", ".join(f"`{each}`" for each in specs[file].get("model_types", []) if chooses)
-        rows[f"| `{name}` | `{file}` | {types} |\n"] = name.lower()
-    table = "".join(sorted(rows, key=lambda row: (rows[row], row)))
-    heading = "| architecture | model file | only of `model_type` |\n|---|---|---|\n"
-    check_block("checkpoints.md", "architectures", heading + table, request)
+def automatic() -> list[ModelFile]:
+    """The model files that `model=auto` chooses from, by name."""
+    files = [file for file in model_files() if file.spec.get("auto", True)]
+    return sorted(
+        (file for file in files if file.spec.get("architectures") or file.states("gguf.architecture")),
+        key=lambda file: file.name,
+    )
+
+
+def stated(file: ModelFile, key: str) -> Any:
+    """The value of a file's key, or of those that it inherits from."""
+    chain = with_inherited(file.name, model_files())
+    return next((value for each in chain if (value := each.states(key)) is not None), None)
+
+
+def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):
+    files = automatic()
+    counts = Counter(name for file in files for name in file.spec.get("architectures", ()))
+    rows = []
+    for file in files:
+        names, types = file.spec.get("architectures", ()), file.spec.get("model_types") or ()
+        chooses = any(counts[name] > 1 or name.endswith(SHARED) for name in names)
+        markers = stated(file, "reasoning")
+        cells = (
+            ", ".join(f"`{name}`" for name in sorted(names, key=str.lower)),
+            f"`{file.name}`",
+            ", ".join(f"`{each}`" for each in types if chooses),
+            "text half" if any(name.endswith(SHARED) for name in names) else "",
+            "MTP" if stated(file, "mtp_layers") else "",
+            f"`{found}`" if (found := file.states("gguf.architecture")) else "",
+            f"`{found}`" if (found := stated(file, "tool_calls")) else "",
+            f"`{markers[0]}`" if markers else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |\n")
+    titles = (
+        "architectures",
+        "model file",
+        "only of `model_type`",
+        "images",
+        "drafts",
+        "GGUF",
+        "tool calls",
+        "reasoning",
+    )
+    heading = f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|\n"
+    check_block("models.md", "models", heading + "".join(rows), request)
+
+
+def test_the_page_lists_what_the_others_need(request: pytest.FixtureRequest):
+    by_need: dict[str, list[str]] = {}
+    for name, missing in unsupported().items():
+        by_need.setdefault(missing, []).append(f"`{name}`")
+    rows = "".join(f"| {missing} | {', '.join(names)} |\n" for missing, names in sorted(by_need.items()))
+    check_block("models.md", "unsupported", "| needs | architectures |\n|---|---|\n" + rows, request)

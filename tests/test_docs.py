@@ -180,7 +180,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
-    for name in ("serve", "chat", "compile", "bench.job", "profile.job", "compare.job"):
+    for name in ("serve", "chat", "compile", "bench.job", "profile.job", "compare.job", "port.job"):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)

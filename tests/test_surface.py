@@ -120,7 +120,7 @@ serve.http: max_stop_sequences max_top_n_tokens best_of max_body
 serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
-job: a b bound bisect num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
+job: a b bound bisect save_draft check num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning tool_calls
@@ -250,7 +250,7 @@ LOCAL_IMPORTS = {
 
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
-__init__ entrypoints.args jobs.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
+__init__ entrypoints.args jobs.__init__ jobs.port.hints kernels.aiter.functions kernels.inductor.piece_compiler
 kernels.registry kernels.triton.compile.compile_processes plugins
 """
 
@@ -305,7 +305,19 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "b200", "h100", "h200", "l4", "l40s", "mi300x", "mi355x", "rtx_4090", "rtx_5090"},
-        "job": {"bench", "cache", "chat", "compare", "compile", "explain", "generate", "profile", "recipe", "serve"},
+        "job": {
+            "bench",
+            "cache",
+            "chat",
+            "compare",
+            "compile",
+            "explain",
+            "generate",
+            "port",
+            "profile",
+            "recipe",
+            "serve",
+        },
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
         "parallel": set(

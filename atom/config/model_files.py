@@ -247,16 +247,15 @@ def unknown_architecture(checkpoint: str, names: Sequence[str], known: Collectio
     """The error of a checkpoint whose architecture no model file lists: what is missing, or where to begin."""
     for name in names:
         if missing := missing_block(name):
-            return UnsupportedError(
-                f"{checkpoint}: {name} needs {missing}, which atom does not have; docs/models.md lists what runs"
-            )
+            needs = f"{name} needs {missing}, which atom does not have"
+            return UnsupportedError(f"{checkpoint}: {needs}; docs/models.md lists what runs, job=port drafts the rest")
     found = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
     whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & set(known)
     if whole:
         found += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
     elif near := nearest_architectures(names, known):
         found += f"; the nearest known ones are {', '.join(near)}"
-    ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
+    ways = "job=port drafts a YAML file for another (docs/port.md), model=NAME takes a file as it is"
     return UnsupportedError(f"{checkpoint} has {found}; docs/models.md lists all {len(known)}, {ways}")
 
 
@@ -268,7 +267,7 @@ def taking_text(matching: Mapping[str, ModelFile], model_type: Any, found: str) 
         known = ", ".join(sorted({each for of_file in types.values() for each in of_file}))
         raise UnsupportedError(
             f"{found} with text of model_type {json.dumps(model_type)} (supported: {known}); "
-            "docs/add-a-model.md shows how to write a YAML file for another"
+            "job=port drafts a YAML file for another (docs/port.md)"
         )
     return taking
 

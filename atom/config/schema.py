@@ -689,7 +689,9 @@ class AdvancedConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of("generate explain compile cache bench profile recipe compare", one_of(*OUTPUTS))  # html: a page
+    output: str = of(
+        "generate explain compile cache bench profile recipe compare port", one_of(*OUTPUTS)
+    )  # html: a page
     output_file: str | None = of("generate", None)  # append an object for each answer to this file; null: stdout
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
@@ -705,6 +707,8 @@ class JobConfig:
     b: str = of("compare", "")  # overrides of the second side; transformers: that library, in float32
     bound: float | None = of("compare", number(None, 0, above=True))  # error allowed; null: by dtype and format
     bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # the smallest change that mends it
+    save_draft: str | None = of("port", None)  # write the draft of a model file here; null: to stdout
+    check: bool = of("port", False)  # compare a tiny random model of the family with transformers
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
     resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it

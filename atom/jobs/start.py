@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from atom.config import Config
-from atom.config.load import load
+from atom.config.load import load, load_settings
 from atom.config.overrides import rewrite
 from atom.config.schema_keys import jobs_of
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of
-from atom.jobs.kind import implied_job, keys_of, own_fields
+from atom.jobs.kind import implied_job, keys_of, named_job, own_fields
 
 WITH_PAGE = ("explain", "bench", "profile", "compare")  # for job.output=html
 # modules with `run(config)`
-JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare")
+JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare", "port")
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
@@ -42,7 +43,14 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
     """Load overrides that name their job. ConfigError for a typed field of another job."""
     if "job=recipe" in overrides and "recipe" in keys_of(overrides):
         raise ConfigError("recipe= takes what a recipe sets; job=recipe job.recipes=[NAME] looks at it")
-    config = load(overrides, config_dirs=dirs)
+    if named_job(overrides) == "port":  # of a model that cannot be loaded yet
+        if "job.save_recipe" in keys_of(overrides):
+            raise ConfigError("job.save_recipe: job=port runs no model; leave it out")
+        config = replace(
+            load_settings(overrides, dirs), overrides=rewrite(overrides, config_dirs=dirs), config_dirs=list(dirs)
+        )
+    else:
+        config = load(overrides, config_dirs=dirs)
     kind = config.job.kind
     if kind not in JOBS:
         raise ConfigError(f"job.kind={kind}: there is no such job; jobs: {', '.join(JOBS)}")

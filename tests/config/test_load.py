@@ -151,7 +151,7 @@ def test_an_unknown_architecture_names_the_nearest_and_the_page_with_all(write: 
     automatic = [file.spec for file in model_files() if file.spec.get("auto", True)]
     num = len({name for spec in automatic for name in spec.get("architectures", ())})
     ways = (
-        f"docs/models.md lists all {num}, docs/add-a-model.md shows how to write a YAML file for another, "
+        f"docs/models.md lists all {num}, job=port drafts a YAML file for another (docs/port.md), "
         "model=NAME takes a file as it is"
     )
     assert refused("Qwen3NewForCausalLM") == (
@@ -210,7 +210,7 @@ def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pyt
         opens(name)
         assert load(["checkpoint=x.gguf"]).model.name == name
     opens("falcon")
-    with pytest.raises(UnsupportedError, match=r"has the architecture falcon; .*lists all \d+, docs"):
+    with pytest.raises(UnsupportedError, match=r"has the architecture falcon; .*lists all \d+, job=port"):
         load(["checkpoint=x.gguf"])
 
 

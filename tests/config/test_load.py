@@ -816,7 +816,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.branches={x: ['attention~mlp', mlp]} model.layer_types=[full_attention,full_attention,x]", "no layer comes after the last one"),
         ("model.branches={x: ['attention~mlp']} model.residual=parallel", "what is added later is for model.residual=sequential"),
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "model.attention.rope.beta_slow=0.0 must be a finite number above 0"),
-        ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all of"),
+        ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all or"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
         ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
@@ -958,6 +958,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "glm4_moe": ("glm45", "think"),
     "glm4_moe_lite": ("glm45", "think"),
     "glm4v_moe": ("glm45", "think"),
+    "gemma4": ("gemma4", ["<|channel>thought", "<channel|>"]),
     "gpt_oss": ("harmony", None),
     "granite": ("granite", None),
     "granitemoe": ("granite", None),
@@ -969,13 +970,19 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "kimi_k2": ("kimi_k2", "think"),
     "kimi_k25": ("kimi_k2", "think"),
     "llama": ("python_tag", None),
-    "llama4": ("pythonic", None),
+    "lfm2": ("lfm2", "think"),
+    "lfm2_moe": ("lfm2", "think"),
+    "llama4": ("llama4", None),
+    "longcat_flash": ("longcat", "longcat_think"),
+    "mimo_v2_flash": ("qwen3_coder", "think"),
     "minimax_m2": ("minimax_m2", "think"),
     "ministral": ("mistral", None),
     "ministral3": ("mistral", None),
     "mistral": ("mistral", None),
     "mistral4": ("mistral", None),
     "mixtral": ("mistral", None),
+    "nemotron_h": ("qwen3_coder", "think"),
+    "nemotron_h_moe": ("qwen3_coder", "think"),
     "olmo3": ("olmo3", "think"),
     "qwen2": ("tagged_json", "think"),
     "qwen2_moe": ("tagged_json", "think"),
@@ -987,6 +994,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "qwen3_vl_moe": ("tagged_json", "think"),
     "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),
+    "step3p5": ("qwen3_coder", "think"),
     "youtu": (None, "think"),
 }
 
@@ -997,7 +1005,7 @@ def test_a_model_file_has_the_formats_of_tool_calls_and_reasoning(name: str):
     model = compose(Config, [f"model={name}"])["model"]
     tool_calls, tag = WRITTEN.get(name, (None, None))
     assert model["tool_calls"] == tool_calls
-    assert model["reasoning"] == (tag and [f"<{tag}>", f"</{tag}>"])
+    assert model["reasoning"] == ([f"<{tag}>", f"</{tag}>"] if isinstance(tag, str) else tag)
 
 
 @pytest.mark.parametrize("markers", ["['<a>']", "['<a>','']", "['<a>','<a>']", "[]", "['<a>','<b>','<c>']"])

@@ -41,7 +41,7 @@ def test_layers_that_share_kv_keep_nothing_of_their_own(tmp_path: Path):
         ({"vocab_size_per_layer_input": 90}, [], "model.per_layer_input.vocab=90: tokens up to model.vocab=101 have no row of their own"),
         ({"use_bidirectional_attention": "all"}, [], 'use_bidirectional_attention=all in its config.json is not supported'),
         ({}, ["parallel.pipeline=5"], "parallel.pipeline=5.*: the model has 4 layers with attention or a state"),
-        ({}, ["+model.attention.adapter_rank=2", "model.attention.k_is_v=true"], "model.attention.k_is_v=true: with qkv_by_head or adapter_rank"),
+        ({}, ["+model.attention.adapter_rank=2", "model.attention.k_is_v=true"], "model.attention.k_is_v=true: with qkv_chunks or adapter_rank"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], overrides: list[str], message: str, tmp_path: Path):

@@ -205,8 +205,16 @@ class _Kernel:
     def _mul(self, node: Node, at: At, tile: _Tile) -> str:
         a, b = node.args
         first = self._value(a, at, tile)
-        second = self._value(b, at if _type(b) == _type(a) else (*at[:-1], 0), tile)
+        own = at if _type(b) == _type(a) else (0,) if len(_type(b).shape) == 1 else (*at[:-1], 0)
+        second = self._value(b, own, tile)
         return self._rounded(node, f"{first} * {second}")
+
+    def _scale_by_expert(self, node: Node, at: At, tile: _Tile) -> str:
+        weights, ids, scales = node.args
+        weight, expert = (self._value(each, at, tile) for each in (weights, ids))
+        self._loaded.add(scales)
+        place = f"{scales.name} + {expert} * {_strides(scales)[0]}"
+        return self._rounded(node, f"{weight} * {_call('tl.load', [place, *_mask(tile)])}.to(tl.float32)")
 
     def _scale(self, node: Node, at: At, tile: _Tile) -> str:
         return self._rounded(node, f"{self._value(node.args[0], at, tile)} * {float(node.kwargs['by'])}")
@@ -371,6 +379,7 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.add: _Kernel._add,
     ops.mul: _Kernel._mul,
     ops.scale: _Kernel._scale,
+    ops.scale_by_expert: _Kernel._scale_by_expert,
     ops.softcap: _Kernel._softcap,
     ops.clamp: _Kernel._clamp,
     ops.activate: _Kernel._activate,

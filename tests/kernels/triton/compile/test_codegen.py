@@ -161,6 +161,24 @@ def piece(x0: {0}[A, 3, 11], x1: fp32[A, 4], x2: fp32[A, 4]):
     merge_heads = generated.merge_heads(rope_1)
     return rope, merge_heads
 """,
+    "inputs by layer, scaled by one number": """\
+def piece(x0: {0}[A, 18], x1: i64[A], x2: {0}[A, 48], w0: {0}[6], w1: {0}[101, 18], w2: {0}[1]):
+    scale = generated.scale(x0, by=0.4)
+    split_heads = generated.split_heads(scale, heads=3)
+    rms_norm = generated.rms_norm(split_heads, w0, eps=1e-06)
+    embedding = generated.embedding(x1, w1)
+    split_heads_1 = generated.split_heads(embedding, heads=3)
+    add = generated.add(rms_norm, split_heads_1)
+    merge_heads = generated.merge_heads(add)
+    split, split_1, split_2 = generated.split(merge_heads, sizes=[6, 6, 6])
+    mul = generated.mul(x2, w2)
+    return split, split_1, split_2, mul
+""",
+    "weights scaled by expert": """\
+def piece(x0: fp32[A, 3], x1: i64[A, 3], w0: {0}[101]):
+    scale_by_expert = generated.scale_by_expert(x0, x1, w0)
+    return scale_by_expert
+""",
     "gates within a limit": """\
 def piece(x0: {0}[A, 46]):
     gated_activate = generated.gated_activate(x0, kind="swigluoai", limit=1.5, alpha=1.702)
@@ -198,14 +216,16 @@ def load(tmp_path: Path) -> Load:
 
 
 def inputs_of(text: str, rows: int, device: str) -> dict[str, Tensor]:
-    """Random inputs and weights; ids and positions below 101, floats that bend what is not linear."""
+    """Random inputs and weights; ids of experts, others and positions below 101, floats that bend what is not linear."""
     generator = torch.Generator().manual_seed(rows)
     inputs = {}
     for node in parse(text).programs["piece"].inputs:
         type = node.meta["type"]
         counts = {"A": rows, "B": 2 * rows + 1}
         shape = [counts[dim] if isinstance(dim, str) else dim for dim in type.shape]
-        made = torch.randint(101, shape, generator=generator) if type.dtype == "i64" else None
+        tables = [user.args[2] for user in node.users if user.target is ops.scale_by_expert]
+        num = min((int(table.meta["type"].shape[0]) for table in tables), default=101)
+        made = torch.randint(num, shape, generator=generator) if type.dtype == "i64" else None
         made = 2 * torch.randn(shape, generator=generator) if made is None else made
         inputs[node.name] = made.to(TORCH_DTYPES[type.dtype]).to(device)
     return inputs

@@ -467,6 +467,7 @@ def attend(arch: str) -> None:
         (torch.bfloat16, 32, 128, False, None, None), (torch.float16, 64, 64, True, 128, None),
         (torch.bfloat16, 32, 128, False, 4096, 50.0), (torch.bfloat16, 16, 256, False, 1024, None),
         (torch.bfloat16, 32, 80, False, None, None), (torch.float32, 8, 64, False, None, None),
+        (torch.bfloat16, 64, 512, False, None, None), (torch.float32, 8, 512, False, None, None),
     ):  # fmt: skip
         sinks = zeros(heads, dtype=dtype) if has_sinks else None
         for kept in (dtype, fp8) if arch != "sm_80" and dtype != torch.float32 else (dtype,):

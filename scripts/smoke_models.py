@@ -63,6 +63,19 @@ def deepseek_v3(**changes: Any) -> dict[str, Any]:
     return COMMON | MLA | EXPERTS | named | changes
 
 
+def gemma4(**changes: Any) -> dict[str, Any]:
+    """Four layers, with windows and without in turn: the last two read the KV of the others; inputs by layer."""
+    named = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4,
+             "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+             "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2,
+             "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 128, "hidden_activation": "gelu_pytorch_tanh",
+             "final_logit_softcapping": 30.0,
+             "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                                    "rope_theta": 1000000.0},
+                                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}  # fmt: skip
+    return {key: value for key, value in COMMON.items() if key != "rope_theta"} | named | changes
+
+
 def lfm2(**changes: Any) -> dict[str, Any]:
     """Two layers: a short convolution, and attention."""
     named = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "conv_L_cache": 3, "norm_eps": 1e-6,
@@ -129,7 +142,7 @@ def draw(name: str, type: Type, generator: torch.Generator) -> Tensor:
     made = torch.randn(shape, generator=generator)
     if len(shape) > 1 and "embed_tokens" not in name:
         made *= GAIN / math.sqrt(shape[-1])
-    elif "norm" in name:
+    elif "norm" in name or name.endswith("layer_scalar"):
         made = 1 + 0.1 * made
     elif len(shape) == 1 and not name.endswith("sinks"):
         made *= 0.1

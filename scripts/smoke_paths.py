@@ -39,6 +39,7 @@ from scripts import smoke_kernels  # noqa: E402
 from scripts.smoke_models import (  # noqa: E402
     add_tokenizer,
     deepseek_v3,
+    gemma4,
     gpt_oss,
     lfm2,
     mamba,
@@ -367,6 +368,16 @@ def windows(session: Session) -> str:
     return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release, bounds=ROUTED))
 
 
+def shared_kv(session: Session) -> str:
+    """Heads of 512 dims, layers that read the KV of others, inputs by layer."""
+
+    def check_caches(engine: LLMEngine) -> None:
+        sizes = [tuple(cache.shape[2:]) for cache in engine._engine.runner.model.caches.values()]
+        assert sizes == [(2, 1, 256), (2, 1, 512)], f"four layers have the caches {sizes}"
+
+    return session.compare(Check(session.write(gemma4()), (600,), event=check_caches))
+
+
 def recurrent(session: Session, config: dict[str, Any], bounds: Bounds = DENSE) -> str:
     def check_copies(engine: LLMEngine) -> None:
         """An equal prompt begins with a copy of the state of the first one, and gives the same answer."""
@@ -519,6 +530,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "latents": latents,
     "fp8-kv": fp8_kv,
     "windows": windows,
+    "shared-kv": shared_kv,
     "short-convolution": short_convolution,
     "delta-rule": delta_rule,
     "mamba-2": mamba_2,

@@ -114,7 +114,8 @@ template <class F> void by_vectors(int64_t vectors, const F &f) {
   case 4: return f.template operator()<4>();
   case 8: return f.template operator()<8>();
   case 16: return f.template operator()<16>();
-  default: STD_TORCH_CHECK(false, "takes heads of up to 256 dims");
+  case 32: return f.template operator()<32>();
+  default: STD_TORCH_CHECK(false, "takes heads of up to 512 dims");
   }
 }
 

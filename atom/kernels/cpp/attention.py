@@ -20,7 +20,7 @@ from atom.kernels.backend import LoadContext
 from atom.kernels.cpp.build import ATTENTION, load_library
 from atom.kernels.torch import attention, rope
 
-MAX_DIM = 256  # of a head in C++
+MAX_DIM = 512  # of a head in C++
 
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define(  # type: ignore[no-untyped-call]

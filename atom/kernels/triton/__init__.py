@@ -29,7 +29,7 @@ from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, gp
 from atom.kernels.step import StepKernels
 from atom.kernels.triton.linear.split_blocks import split_blocks
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
@@ -95,7 +95,7 @@ def load_step_kernels() -> StepKernels:
 
 
 def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
-    """heads of up to 256 dims; a cache in fp8 from sm_89 on"""
+    """heads of up to 512 dims; a cache in fp8 from sm_89 on"""
     dim = int(q.shape[-1])
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"

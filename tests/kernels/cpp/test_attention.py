@@ -33,7 +33,7 @@ def decodes(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, 
     window = draw(st.sampled_from([None, None, 1, 5, 16, 130]))
     case = make_case(
         draw(st.lists(st.integers(1, 300), min_size=1, max_size=5)), [], kv_heads=kv_heads, heads=kv_heads * group,
-        dim=draw(st.sampled_from([8, 20, 36, 64, 80, 128, 200, 256])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
+        dim=draw(st.sampled_from([8, 20, 36, 64, 80, 128, 200, 256, 300, 512])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
         dtype=dtype, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
     return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}

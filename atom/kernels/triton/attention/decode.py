@@ -82,6 +82,8 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
     element_size: bytes of a number that is multiplied
     entry_size: bytes of a number in the cache
     """
+    if dim > 256:  # whose sums and queries take twice the registers
+        return Parameters(num_warps=8, num_stages=2 if element_size == 4 or gpu.shared_memory < 99 << 10 else 3)
     if element_size == 4 or gpu.shared_memory < 99 << 10:
         return Parameters(tile_bytes=8192, num_stages=2)
     if entry_size < element_size:

@@ -42,9 +42,13 @@ class Parameters(NamedTuple):
 def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters:
     """dim: of a head, a power of two; bytes of an element: element_size of products, entry_size of the cache"""
     if element_size == 4:
-        return Parameters(32, 16, 8, 2)  # without tensor cores
+        return Parameters(32, 16, 8, 2) if dim <= 256 else Parameters(16, 16, 8, 1)  # without tensor cores
     if gpu.shared_memory <= 99 << 10:
+        if dim > 256:
+            return Parameters(32, 16, 4, 2)
         return Parameters(128, 32, 4, 2) if dim <= 128 else Parameters(64, 16, 4, 2)
+    if dim > 256:
+        return Parameters(64, 32, 8, 2)
     if dim > 128:
         return Parameters(128, 32, 8, 2)
     if gpu.shared_memory > 200 << 10 and (dim <= 64 or entry_size == element_size):  # to convert takes more registers

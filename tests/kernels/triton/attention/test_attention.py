@@ -19,7 +19,16 @@ def run(case: Case, device: str, attend: PagedAttention | None = None, **attribu
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"),
-    [(8, 1, 1, 16), (20, 2, 3, 3), (64, 1, 8, 16), (80, 3, 2, 1), (96, 1, 1, 32), (128, 2, 4, 16), (256, 1, 5, 16)],
+    [
+        (8, 1, 1, 16),
+        (20, 2, 3, 3),
+        (64, 1, 8, 16),
+        (80, 3, 2, 1),
+        (96, 1, 1, 32),
+        (128, 2, 4, 16),
+        (256, 1, 5, 16),
+        (512, 1, 8, 16),
+    ],
 )
 def test_decodes_and_prefills_equal_the_reference(triton_device, dim, kv_heads, group, block_size):
     case = make_case(

@@ -84,7 +84,7 @@ def assert_right(case: Case, device: str, attend: NormRopeAttention | None = Non
 @pytest.mark.parametrize(
     ("dim", "turned", "kv_heads", "group", "block_size"),
     [(8, 8, 1, 1, 16), (20, 14, 2, 3, 3), (64, 64, 1, 8, 16), (80, 80, 3, 2, 1), (96, 24, 1, 1, 32),
-     (128, 128, 2, 4, 16), (256, 64, 1, 5, 16), (16, 16, 1, 16, 16), (16, 16, 1, 33, 16)],
+     (128, 128, 2, 4, 16), (256, 64, 1, 5, 16), (512, 512, 1, 8, 16), (16, 16, 1, 16, 16), (16, 16, 1, 33, 16)],
 )  # fmt: skip
 def test_decodes_and_prefills_equal_the_reference(triton_device, dim, turned, kv_heads, group, block_size):
     sizes = {"kv_heads": kv_heads, "heads": kv_heads * group, "dim": dim, "turned": turned, "block_size": block_size}

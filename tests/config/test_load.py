@@ -691,10 +691,10 @@ def test_a_model_that_cannot_be_is_one_line(write: Write, fields: dict[str, Any]
 
 def test_a_family_that_nobody_ships_is_only_a_yaml(write: Write, conf: Callable[[str, str], str]):
     folder = conf(
-        "stablelm",
+        "mine",
         """
 defaults: [decoder, _self_]
-architectures: [StableLmForCausalLM]
+architectures: [MineForCausalLM]
 residual: ${if:${hf:use_parallel_residual,false},parallel,sequential}
 norm: {kind: layer, eps: "${hf:layer_norm_eps,1e-5}", bias: true}
 attention:
@@ -703,7 +703,7 @@ attention:
   rope: {partial: "${hf:rope_parameters.partial_rotary_factor,0.25}"}
 """,
     )
-    fields = {"architectures": ["StableLmForCausalLM"], "rope_theta": 1e4, "use_qkv_bias": True, "hidden_size": 64}
+    fields = {"architectures": ["MineForCausalLM"], "rope_theta": 1e4, "use_qkv_bias": True, "hidden_size": 64}
     model = load([f"checkpoint={write(**fields, use_parallel_residual=True)}"], config_dirs=[folder]).model
     assert (model.residual, model.norm.kind, model.norm.eps, model.norm.bias) == ("parallel", "layer", 1e-5, True)
     assert (model.attention.bias, model.attention.o_bias, model.attention.rope.partial) == (True, False, 0.25)
@@ -885,6 +885,10 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "ffn_dim": 80,
 }
 OWN_SIZES = {  # of a file that takes no others
+    "baichuan": {"hidden_size": 4096, "vocab_size": 64000},
+    "chatglm": {"num_layers": 3, "padded_vocab_size": 101, "seq_length": 256, "ffn_hidden_size": 32, "kv_channels": 16},
+    "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "num_experts": 0},
+    "stablelm": {"hidden_size": 64},
     "longcat_flash": {
         "num_layers": 2,
         "moe_topk": 2,
@@ -910,7 +914,7 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
         model = load([f"model={file.name}", f"checkpoint={write(**sizes)}"]).model
         heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, 4 if file.name == "longcat_flash" else 3
         assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
-        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"))
+        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv"))
 
 
 def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():

@@ -119,6 +119,34 @@ def without_zero_experts(tensors: Tensors) -> Tensors:
     return kept | {"model.mtp.layers.0.eh_proj.weight": torch.zeros(48, 96)}
 
 
+def with_halved_shared(tensors: Tensors) -> Tensors:
+    """Shared experts without a gate of their own, in place of what a gate of 0 halves."""
+    return {name: tensor / 2 if "shared_experts.down_proj" in name else tensor for name, tensor in tensors.items()}
+
+
+def fused(tensors: Tensors, name: str, kv_groups: int = 1) -> Tensors:
+    """One tensor of this name in place of those of q, k and v, in so many groups one after the other."""
+    made = dict(tensors)
+    for key in [each for each in tensors if ".self_attn.q_proj." in each]:
+        parts = [made.pop(key.replace("q_proj", f"{each}_proj")) for each in "qkv"]
+        groups = zip(*(part.chunk(kv_groups) for part in parts), strict=True)
+        made[key.replace("self_attn.q_proj", name)] = torch.cat([part for group in groups for part in group])
+    return made
+
+
+def with_mtp(tensors: Tensors) -> Tensors:
+    """Also a tensor of the layer for multi-token prediction."""
+    return tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros(48, 96)}
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN2_MOE = {"qkv_bias": False, "num_experts": 8, "shared_expert_intermediate_size": 48}  # of two shared experts
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 1.4 / 3**0.5,
+    "logits_scaling": 48 / 20,
+    "attention_multiplier": 12**-0.5,
+}
 LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0], "short_mscale": 1.3, "long_mscale": 1.2,
     "original_max_position_embeddings": 256,
@@ -404,6 +432,122 @@ FORMS = {
         without=("rope_parameters", "head_dim", "qk_head_dim", "num_key_value_heads"),
         edit=without_zero_experts,
     ),
+    "hy_v3": HubForm(
+        f"{VLLM}/hy_v3.py; tencent/Hy3-preview",
+        fields={"first_k_dense_replace": 1, "expert_hidden_dim": 24, "rope_theta": 11158840.0},
+        without=("mlp_layer_types", "moe_intermediate_size", "rope_parameters"),
+    ),
+    "granite_4_dense": HubForm(
+        f"{VLLM}/granitemoehybrid.py; ibm-granite/granite-4.0-1b",
+        variant="granitemoehybrid_stacked",
+        changes={"layer_types": ["full_attention"] * 3},
+        fields={"layer_types": ["attention"] * 3, "rope_theta": 10000.0},
+        without=("rope_parameters", "layers_block_type"),
+    ),
+    "orion": HubForm(
+        f"{VLLM}/orion.py; OrionStarAI/Orion-14B-Chat",
+        variant="stablelm",
+        changes={"use_parallel_residual": False, "use_qkv_bias": False, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+        fields={"architectures": ["OrionForCausalLM"], "model_type": "orion", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_bias": False},
+        without=("rope_parameters", "layer_norm_eps", "use_qkv_bias", "use_parallel_residual", "qk_layernorm"),
+    ),
+    "deepseek": HubForm(
+        f"{VLLM}/deepseek_v2.py; deepseek-ai/deepseek-moe-16b-base",
+        variant="qwen2_moe",
+        changes={**QWEN2_MOE, "mlp_only_layers": [0]},
+        fields={"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                "moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
+        without=("num_experts", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias"),
+        names={r"shared_expert\.": "shared_experts."},
+        edit=with_halved_shared,
+        zeros=("shared_expert_gate.weight",),
+    ),
+    "bailing_moe": HubForm(
+        f"{VLLM}/bailing_moe.py; inclusionAI/Ling-lite",
+        variant="qwen2_moe",
+        changes={**QWEN2_MOE, "norm_topk_prob": True},
+        fields={"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe", "num_shared_experts": 2, "use_qkv_bias": False, "use_bias": False,
+                "norm_head": False, "head_dim": 12, "first_k_dense_replace": 0},
+        without=("shared_expert_intermediate_size", "qkv_bias", "mlp_only_layers"),
+        names={r"shared_expert\.": "shared_experts.", "embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense"},
+        edit=lambda tensors: with_halved_shared(fused(tensors, "attention.query_key_value")),
+        zeros=("shared_expert_gate.weight",),
+    ),
+    "param2moe": HubForm(
+        f"{VLLM}/param2moe.py; bharatgenai/Param2-17B-A2.4B-Thinking",
+        variant="bailing_moe_v2",
+        fields={"architectures": ["Param2MoEForCausalLM"], "model_type": "param2moe", "use_qk_norm": True, "moe_shared_expert_intermediate_size": 24,
+                "score_function": "sigmoid", "num_experts": 8, "num_shared_experts": 1},
+        without=("n_shared_experts", "n_routed_experts"),
+    ),
+    "pangu_embedded": HubForm(
+        f"{VLLM}/openpangu.py; FreedomIntelligence/openPangu-Embedded-7B",
+        variant="llama",
+        changes={"attention_bias": True},
+        fields={"architectures": ["PanguEmbeddedForCausalLM"], "model_type": "PanguEmbedded", "bias": True},
+        without=("attention_bias", "mlp_bias"),
+    ),
+    "mimo": HubForm(
+        f"{VLLM}/mimo.py; XiaomiMiMo/MiMo-7B-RL",
+        variant="qwen2",
+        fields={"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1},
+        edit=with_mtp,
+    ),
+    "telechat3": HubForm(
+        f"{VLLM}/registry.py; Tele-AI/TeleChat3-36B-Thinking",
+        variant="llama",
+        fields={"architectures": ["TeleChat3ForCausalLM"], "model_type": "telechat3"},
+    ),
+    "iquestcoder": HubForm(
+        f"{VLLM}/registry.py; IQuestLab/IQuest-Coder-V1-40B-Instruct",
+        variant="llama",
+        changes={"head_dim": 20},
+        fields={"architectures": ["IQuestCoderForCausalLM"], "model_type": "iquestcoder", "clip_qkv": None, "use_sliding_window": False},
+    ),
+    "minicpm": HubForm(
+        f"{VLLM}/minicpm.py; openbmb/MiniCPM-2B-sft-bf16",
+        variant="granite",
+        changes={**GRANITE, "tie_word_embeddings": True},
+        fields={"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 20},
+        without=tuple(GRANITE),
+    ),
+    "internlm2": HubForm(
+        f"{VLLM}/internlm2.py; internlm/internlm2_5-7b-chat",
+        variant="llama",
+        fields={"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False},
+        without=("attention_bias", "mlp_bias", "head_dim"),
+        names={"embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1",
+               "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "self_attn.o_proj": "attention.wo", "lm_head": "output"},
+        edit=lambda tensors: fused(tensors, "attention.wqkv", kv_groups=2),
+    ),
+    "chatglm": HubForm(
+        f"{VLLM}/chatglm.py; zai-org/glm-4-9b-chat",
+        variant="glm",
+        changes={"rope_parameters": {**ROPE, "rope_theta": 20000.0, "partial_rotary_factor": 0.5}},
+        fields={"architectures": ["ChatGLMModel"], "model_type": "chatglm", "hidden_size": 48, "num_layers": 3, "num_attention_heads": 4, "multi_query_attention": True,
+                "multi_query_group_num": 2, "kv_channels": 16, "ffn_hidden_size": 80, "padded_vocab_size": 101, "vocab_size": 101, "seq_length": 256,
+                "layernorm_epsilon": 1.5625e-07, "rmsnorm": True, "add_bias_linear": False, "add_qkv_bias": True, "rope_ratio": 2, "post_layer_norm": True,
+                "apply_residual_connection_post_layernorm": False, "tie_word_embeddings": False, "original_rope": True},
+        only=True,
+        names={r"model\.layers": "transformer.encoder.layers", r"model\.norm": "transformer.encoder.final_layernorm", "lm_head": "transformer.output_layer",
+               r"model\.embed_tokens": "transformer.embedding.word_embeddings", "self_attn.o_proj": "self_attention.dense", "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+               "mlp.down_proj": "mlp.dense_4h_to_h"},
+        edit=lambda tensors: fused(tensors, "self_attention.query_key_value"),
+    ),
+    "baichuan": HubForm(
+        f"{VLLM}/baichuan.py; baichuan-inc/Baichuan-7B, as safetensors",
+        variant="llama",
+        changes={"num_key_value_heads": 4},
+        fields={"architectures": ["BaiChuanForCausalLM"], "model_type": "baichuan"},
+        without=("num_key_value_heads", "attention_bias", "mlp_bias", "head_dim"),
+        edit=lambda tensors: fused(tensors, "self_attn.W_pack"),
+        overrides=("model.assumes.hidden_size=48", "model.assumes.vocab_size=101"),
+    ),
+    "sarvam_mla": HubForm(
+        "python/sglang/srt/models/sarvam_moe.py; sarvamai/sarvam-105b",
+        fields={"architectures": ["SarvamMLAForCausalLM"], "num_experts": 8, "num_shared_experts": 2, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        without=("n_routed_experts", "n_shared_experts"),
+    ),
     "phimoe": HubForm(
         f"{VLLM}/phimoe.py; microsoft/Phi-3.5-MoE-instruct",
         changes={"rope_parameters": {**LONGROPE, "rope_type": "longrope", "rope_theta": 10000.0}},
@@ -433,8 +577,8 @@ def write_form(name: str, form: HubForm, folder: Path) -> Any:
             parameter.data = parameter.data.bfloat16().float() if key.endswith(end) else parameter.data
     for end in form.zeros:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(end)}
-        for key, buffer in model.named_buffers():
-            buffer.zero_() if key.endswith(end) else None
+        for key, tensor in (*model.named_buffers(), *model.named_parameters()):
+            tensor.data.zero_() if key.endswith(end) else None
     save_file(tensors, folder / "model.safetensors")
     return model.eval()
 
@@ -448,7 +592,7 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "kolibri1", "longcat_flash", "phimoe"])
+@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "flint", "hy_v3", "kolibri1", "longcat_flash", "phimoe"])
 def test_a_checkpoint_under_the_names_of_transformers_gives_its_logits(name: str, tmp_path: Path):
     model = tiny.save_changed(name, tmp_path / name, is_stacked=True)
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval())

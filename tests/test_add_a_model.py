@@ -29,26 +29,46 @@ DOC = Path(__file__).parents[1] / "docs" / "add-a-model.md"
 @pytest.fixture
 def conf(tmp_path: Path) -> Path:
     """A folder of the user's own with the file that the page shows."""
-    (text,) = re.findall(r"```yaml\n# stablelm.yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (text,) = re.findall(r"```yaml\n# aria.yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "stablelm.yaml").write_text(text)
+    (tmp_path / "model" / "aria.yaml").write_text(text)
     return tmp_path
 
 
-@pytest.mark.sampled(6)
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def saved_by_itself(folder: Path) -> Any:
+    """The text model that the page's lines save, of the checkpoint in this folder."""
+    (lines,) = re.findall(r"```python\n(from transformers import Aria.*?)```", DOC.read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(lines.replace("/models/aria_text", f"{folder}/text").replace("/models/aria", f"{folder}/checkpoint"), found)
+    assert (folder / "text" / "model.safetensors").exists()
+    return found["text"].eval()
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize(
-    "changes", [{}, {"use_parallel_residual": True}, {"use_qkv_bias": True, "tie_word_embeddings": True}]
-)
+@pytest.mark.parametrize("changes", [{}, {"moe_topk": 3, "moe_num_shared_experts": 1, "tie_word_embeddings": True}])
 def test_the_worked_example_gives_the_tokens_of_transformers(
     conf: Path, tmp_path: Path, changes: dict[str, Any], level: int
 ):
     torch.manual_seed(0)
-    config = transformers.StableLmConfig(**{**tiny.SIZES, "hidden_size": 64, **changes})
-    model = transformers.StableLmForCausalLM(config).eval()
-    for parameter in model.parameters():
+    sizes = {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}
+    text_config = transformers.AriaTextConfig(**{**tiny.SIZES, **sizes, **changes})
+    config = transformers.AriaConfig(text_config=text_config, vision_config=TOWER, image_token_index=9)
+    whole = transformers.AriaForConditionalGeneration(config)
+    for parameter in whole.parameters():
         parameter.data += torch.randn_like(parameter) * 0.2
-    model.save_pretrained(tmp_path / "checkpoint")
+    whole.save_pretrained(tmp_path / "checkpoint")
+    model = saved_by_itself(tmp_path)
     engine = LLMEngine(
         model=str(tmp_path / "checkpoint"), config_dirs=[str(conf)], level=level, kv_cache_memory=1 << 22
     )

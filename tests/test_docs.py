@@ -160,11 +160,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     save_talker(tmp_path / "latent", "DeepseekV3ForCausalLM", **latent, **experts)
     eagle3 = {"num_hidden_layers": 1, "draft_vocab_size": 200, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     save_talker(tmp_path / "eagle3", "LlamaForCausalLMEagle3", **eagle3)
-    save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
+    aria = {"model_type": "aria_text", "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2}
+    save_talker(tmp_path / "aria", "AriaForConditionalGeneration", **aria)
     here = tmp_path / "here"
     (here / "my_conf" / "model").mkdir(parents=True)
-    (yaml,) = re.findall(r"```yaml\n# stablelm.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
-    (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
+    (yaml,) = re.findall(r"```yaml\n# aria.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
+    (here / "my_conf" / "model" / "aria.yaml").write_text(yaml)
     (own_format,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tool-calls.md").read_text(), re.DOTALL)
     (here / "weather.yaml").write_text(own_format)
     for name in MODULES:
@@ -334,7 +335,7 @@ def split_list(words: list[str], mark: str) -> list[list[str]]:
 
 def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
-    ends = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent", "le3": "eagle3"}
+    ends = {"ria": "aria", "ext": "aria", "A3B": "mixture", "32B": "wide", "-R1": "latent", "le3": "eagle3"}
     name, owners = ends.get(word[-3:], "llama"), "Qwen|deepseek-ai|AngelSlim"
     hub = rf"(?:https://huggingface\.co/)?(?:{owners})/[\w./:-]+"
     pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|{hub})$"
@@ -400,7 +401,7 @@ def test_headings_have_the_anchors_of_github():
 def test_every_file_of_the_repo_that_a_page_names_is_there(page: Path):
     spans = re.findall(r"`((?:atom|conf|docs|tests|scripts|recipes|deploy|findings)/[\w./-]+)`", page.read_text())
     missing = [span for span in spans if "NAME" not in span and not (ROOT / span).exists()]
-    assert [span for span in missing if span != "conf/model/stablelm.yaml"] == []  # which the reader writes
+    assert [span for span in missing if span != "conf/model/aria.yaml"] == []  # which the reader writes
 
 
 def test_every_path_and_name_of_the_architecture_is_there():
@@ -480,7 +481,7 @@ def test_readme_has_the_commands_that_people_begin_with():
         "atom-run job=explian",
         "atom-run job=cache prompts=hi",
         "atom-run checkpoint=/nowhere/llama",
-        "atom-run --config-dir other_conf job=explain checkpoint=/models/stablelm",
+        "atom-run --config-dir other_conf job=explain checkpoint=/models/aria",
         "atom-run job.graph=nowhere.py",
         "atom-run job=bench job.input_len=many",
         "torchrun --nnodes 2 --nproc-per-node 2 --no-python atom-run parallel=tp3 parallel.launcher=torchrun",

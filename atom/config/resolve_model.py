@@ -61,7 +61,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         attention=derive_attention(config, model.attention, "model.attention", max_model_len)
         if model.has_attention
         else model.attention,
-        mlp=[derive_mlp(mlp, f"model.mlp.{index}", model.layers) for index, mlp in enumerate(model.mlp)],
+        mlp=[derive_mlp(mlp, f"model.mlp.{index}", model.stored_layers) for index, mlp in enumerate(model.mlp)],
         blocks=blocks,
         layer_types=None if types is None else types[: model.layers],
         weights=find_kv_scales(names, model.weights) | find_optional(model, names),
@@ -101,6 +101,8 @@ def check_model(config: Config) -> None:
     if model.per_layer_input.dims and rows is not None and rows < model.vocab:
         at = f"model.per_layer_input.vocab={rows}"
         raise UnsupportedError(f"{at}: tokens up to model.vocab={model.vocab} have no row of their own")
+    if model.layers % model.loops:
+        raise ConfigError(f"model.layers={model.layers} is not a multiple of model.loops={model.loops}")
     check_branches(model)
     check_kv_layers(model)
     check_scales(model)
@@ -131,7 +133,11 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
     if block.mamba2 is not None:
         check_multiple(block.mamba2, "heads", "groups", f"{at}.mamba2")
         check_steps(block.mamba2, f"{at}.mamba2")
-    return block if block.mlp is None else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp", config.model.layers))
+    return (
+        block
+        if block.mlp is None
+        else replace(block, mlp=derive_mlp(block.mlp, f"{at}.mlp", config.model.stored_layers))
+    )
 
 
 def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
@@ -147,7 +153,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     if attention.gate == "none" and attention.gate_act != "sigmoid":
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
-        check_count(attention.rope_layers, model.layers, f"{at}.rope_layers")
+        check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
     if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):
         raise UnsupportedError(f"{at}.k_is_v=true: with qkv_chunks or adapter_rank, values are stored; leave it out")
     parameters = config.hf.get("rope_parameters") or {}
@@ -284,7 +290,7 @@ def check_layer_types(config: Config) -> None:
                 supported = ", ".join(dict.fromkeys(known))
                 raise UnsupportedError(f"{at}: layer type {kind} is not supported (supported: {supported})")
     if model.layer_types is not None:
-        check_count(model.layer_types, model.layers, "model.layer_types")
+        check_count(model.layer_types, model.stored_layers, "model.layer_types")
 
 
 def check_count(listed: Sequence[object], num_layers: int, at: str) -> None:
@@ -446,7 +452,7 @@ def check_mlp_types(model: ModelConfig) -> None:
     listed, at = model.mlp_layer_types, "model.mlp_layer_types"
     if listed is None:
         return
-    check_count(listed, model.layers, at)
+    check_count(listed, model.stored_layers, at)
     kinds = {"sparse" if mlp.kind == "moe" else "dense" for mlp in model.mlp}
     for kind in listed:
         if kind not in kinds:

@@ -376,7 +376,10 @@ class ModelConfig:
     model_types: list[str] = field(default_factory=list)  # of which model_type, if two files list an architecture
     auto: bool = True  # false: taken only by name
     hidden: int = number(0, 1, INT32)  # size of a token's hidden state
-    layers: int = number(0, 1, MAX_LAYERS)  # of the body
+    layers: int = number(0, 1, MAX_LAYERS)  # of the body, those of all loops
+    loops: int = number(
+        1, 1, MAX_LAYERS
+    )  # over the stored layers, each with caches of its own and the final norm after it
     vocab: int = number(0, 1, INT32)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
@@ -433,7 +436,14 @@ class ModelConfig:
 
     def layer_like(self, layer: int) -> int:
         """The layer by whose number a layer's kinds of attention and mlp are chosen."""
-        return layer if self.mtp_like is None or layer < self.layers else self.mtp_like
+        if layer < self.layers:
+            return layer % self.stored_layers
+        return layer if self.mtp_like is None else self.mtp_like
+
+    @property
+    def stored_layers(self) -> int:
+        """The number of layers with weights of their own."""
+        return self.layers // self.loops
 
     def layer_type(self, layer: int) -> str | None:
         """The type of a layer; None if it has none, as those after the body's."""

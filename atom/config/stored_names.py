@@ -18,10 +18,15 @@ def numbered(pattern: str) -> str:
 
 
 def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
-    """The stored name of a role in a layer; {pair} and {half} count layers by two."""
+    """The stored name of a role in a layer; {pair} and {half} count layers by two.
+
+    Loops over layers share their names, except that of `layer`, which has caches.
+    """
     name = model.weights[role]
     if layer is not None and layer >= model.layers and model.mtp_layer is not None:
         name, layer = name_of_mtp(model, name), layer - model.layers
+    if layer is not None and role != "layer" and layer < model.layers:
+        layer = model.layer_like(layer)
     if layer is not None and ("{shared}" in name or "{use}" in name):
         use, first = model.shared_use(layer)
         name = name.replace("{shared}", str(first)).replace("{use}", str(use))

@@ -36,6 +36,8 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     states, later = [add_positions(writer, embed(writer, tokens, vocab), positions)], None
     inputs = per_layer_inputs(writer, tokens, states[0]) or [None] * writer.model.layers
     for number, (rotary, own) in enumerate(zip(rotaries_by_layer, inputs, strict=True)):
+        if number and number % writer.model.stored_layers == 0:  # the next loop
+            states[-1] = writer.norm(states[-1], "final_norm", name="x")
         x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later, own=own)
         states.append(x)
     hidden = writer.norm(states[-1], "final_norm", name="hidden")

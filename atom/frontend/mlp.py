@@ -26,7 +26,7 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, mlp.bias, layer)
     if mlp.adapter_rank is not None and not prefix:
         gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
-    rule = gate_rule(mlp, layer, is_shared=bool(prefix))
+    rule = gate_rule(mlp, writer.model.layer_like(layer), is_shared=bool(prefix))
     if rule.keys() == {"kind"}:
         active = writer.call(ops.activate, gate, **rule, name="active")
         m = writer.call(ops.mul, active, up, name="m")
@@ -135,7 +135,9 @@ def _experts(writer: Writer, x: Node, weights: Node, ids: Node, mlp: MLPConfig, 
     if mlp.zero_experts:  # of the experts that tokens choose some are none of these
         recipes = [*recipes, *([] if mlp.bias else [None, None]), Full(0, Type("i64", (1,)))]
     act = writer.act_of_experts(*recipes[:2])
-    y = writer.call(ops.experts, x, weights, ids, *recipes, **gate_rule(mlp, layer), act=act, name="y")
+    y = writer.call(
+        ops.experts, x, weights, ids, *recipes, **gate_rule(mlp, writer.model.layer_like(layer)), act=act, name="y"
+    )
     return y
 
 

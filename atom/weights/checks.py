@@ -108,7 +108,8 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
     if not stored:
         raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
     names = [*model.weights.values()]
-    layers = ("pair", -(-model.layers // 2)) if any("{pair}" in name for name in names) else ("layer", model.layers)
+    is_paired = any("{pair}" in name for name in names)
+    layers = ("pair", -(-model.layers // 2)) if is_paired else ("layer", model.stored_layers)
     experts = max((mlp.experts or 0 for mlp in model.mlps if mlp.kind == "moe"), default=0)
     for placeholder, num_expected in (layers, ("expert", experts)):
         numbers = _find_numbers(stored, names, placeholder)

@@ -903,6 +903,7 @@ OWN_SIZES = {  # of a file that takes no others
     "minimax_text_01": {"shared_intermediate_size": 0},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
+LAYERS = {"longcat_flash": 4, "ouro": 12}  # of those that have more than the 3 of config.json
 WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba")
 
 
@@ -912,7 +913,7 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
     if file.name not in ("auto", "eagle3"):  # the latter is no model by itself
         sizes = EVERY_SIZE | OWN_SIZES.get(file.name, {})
         model = load([f"model={file.name}", f"checkpoint={write(**sizes)}"]).model
-        heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, 4 if file.name == "longcat_flash" else 3
+        heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, LAYERS.get(file.name, 3)
         assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
         assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv"))
 

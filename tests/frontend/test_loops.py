@@ -1,0 +1,88 @@
+"""Layers that run several times, against those of transformers which a loop calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from semantic import assert_same_as_transformers
+
+from atom import LLMEngine, SamplingParams
+from atom.compiler import semantic_graph
+from atom.config.load import load
+from atom.errors import ConfigError
+
+NAMES = {"post_attention_layernorm": "post_attention_layernorm", "post_self_attn_layernorm": "input_layernorm_2",
+         "post_mlp_layernorm": "post_attention_layernorm_2"}  # fmt: skip
+
+
+class Looped:
+    """The layers of a model, then its final norm, so many times."""
+
+    def __init__(self, model: Any, loops: int) -> None:
+        self.model, self.lm_head, self.loops = model.model, model.lm_head, loops
+
+    @torch.inference_mode()
+    def __call__(self, tokens: torch.Tensor) -> Any:
+        hidden, positions = self.model.embed_tokens(tokens), torch.arange(tokens.shape[1])[None]
+        turned = self.model.rotary_emb(hidden, positions)
+        mask = torch.full((1, 1, *[tokens.shape[1]] * 2), float("-inf")).triu(1)
+        for _ in range(self.loops):
+            for layer in self.model.layers:
+                hidden = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turned)
+            hidden = self.model.norm(hidden)
+        return SimpleNamespace(logits=self.lm_head(hidden))
+
+
+def save_ouro(folder: Path, loops: int) -> Looped:
+    """Write a checkpoint under Ouro's names (sglang/srt/models/ouro.py): of norms, and of a gate that ends loops early.
+
+    Its rotated pairs are those of the layers at hand.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    changes = {"num_hidden_layers": 2, "attention_bias": False, "head_dim": 16, "rope_parameters": rope}
+    model = tiny.save_changed("glm4", folder, **changes).eval()
+    model.config._attn_implementation = "eager"
+    tensors = {"model.early_exit_gate.weight": torch.zeros(1, 48), "model.early_exit_gate.bias": torch.zeros(1)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        norm = name.split(".")[-2]
+        if norm == "gate_up_proj":
+            halves = tensor.clone().chunk(2)
+            pair = zip(("gate_proj", "up_proj"), halves, strict=True)
+            tensors |= {name.replace(norm, part): half.clone() for part, half in pair}
+        else:
+            tensors[name.replace(norm, NAMES.get(norm, norm))] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    changed = {"architectures": ["OuroForCausalLM"], "model_type": "ouro", "total_ut_steps": loops}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return Looped(model, loops)
+
+
+def test_loops_over_layers_give_the_logits_of_those_layers_in_a_loop(tmp_path: Path):
+    model = save_ouro(tmp_path / "ouro", loops=3)
+    config = load([f"checkpoint={tmp_path / 'ouro'}", "dtype=fp32", "model.attention.rope.interleaved=true"])
+    states = [state.name for state in semantic_graph(config).states()]
+    assert (config.model.name, states) == ("ouro", [f"model.layers.{number}" for number in range(6)])
+    assert_same_as_transformers(config, model)
+
+
+def test_each_loop_has_caches_of_its_own(tmp_path: Path):
+    model, prompt = save_ouro(tmp_path / "ouro", loops=2), tiny.prompt(40)
+    options = {"dtype": "fp32", "kv_cache_memory": 1 << 22, "model.attention.rope.interleaved": True}
+    engine = LLMEngine(model=str(tmp_path / "ouro"), level=1, **options)
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    tiny.assert_greedy(answer, prompt, model)
+    engine.close()
+
+
+def test_a_part_of_a_loop_is_refused(tmp_path: Path):
+    save_ouro(tmp_path / "ouro", loops=2)
+    with pytest.raises(ConfigError, match=r"^model.layers=4 is not a multiple of model.loops=3$"):
+        load([f"checkpoint={tmp_path / 'ouro'}", "model.loops=3"])

@@ -85,8 +85,8 @@ model.attention.rope: short_factor long_factor short_mscale long_mscale
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.attention.window_rope: short_factor long_factor short_mscale long_mscale
-model.mlp.0: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
-model.mlp.0: every first skip
+model.mlp.0: kind width activation limit limits shared_limits alpha bias shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
+model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias groups top_groups renormalize scale scale_by_expert own_norm
 model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act adapter_rank latent_scale qk_norm qk_norm_weight v_norm k_is_v scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
@@ -96,8 +96,8 @@ model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_msc
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_offset truncate factors
 model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale
-model.blocks.NAME.mlp: kind width activation limit limits shared_limits alpha bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
-model.blocks.NAME.mlp: every first skip
+model.blocks.NAME.mlp: kind width activation limit limits shared_limits alpha bias shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts after_norm transposed interleaved
+model.blocks.NAME.mlp: every first last skip
 model.blocks.NAME.mlp.router: method score correction ranks weighs jitter bias groups top_groups renormalize scale scale_by_expert own_norm
 model.blocks.NAME.short_conv: taps bias
 model.blocks.NAME.gated_delta: key_heads value_heads key_dim value_dim taps by_head eps beta_scale decay_rank gate_rank gate_act

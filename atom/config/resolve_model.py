@@ -32,6 +32,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")  # besides those of model.
 WHICH_LAYERS: dict[str, Any] = {
     "window_from": 0,
     "first": 0,
+    "last": None,
     "every": 1,
     "skip": [],
 }  # fields of attention and mlp only
@@ -433,7 +434,8 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
         raise ConfigError(f"{at}.top_k={top_k} is more than the {candidates} experts that a token may choose from")
     score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
     width = mlp.shared_width or mlp.shared * mlp.width
-    return replace(mlp, router=replace(router, score=score), shared_width=width or None)
+    shared_bias = mlp.bias if mlp.shared_bias is None else mlp.shared_bias
+    return replace(mlp, router=replace(router, score=score), shared_width=width or None, shared_bias=shared_bias)
 
 
 def check_router(mlp: MLPConfig, at: str) -> None:

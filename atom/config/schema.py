@@ -106,7 +106,7 @@ class AttentionConfig:
     qkv_chunks: int = number(1, 1, INT32)  # gqa: a stored tensor of q, k and v has a part of each, so many times
     qkv_order: str = one_of("qkv", "qvk")  # gqa: in which a stored tensor has them
     o_bias: bool = False  # on o
-    clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
+    clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of rope and norms of heads
     gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
     gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
@@ -167,6 +167,7 @@ class MLPConfig:
     shared_limits: list[float | None] | None = None  # by layer, of the shared expert; null: as the experts
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too
+    shared_bias: bool | None = None  # moe: on those of the shared expert; null: as bias
     adapter_rank: int | None = number(None, 1, INT32)  # gated: of linears that each use adds to gate and up; null: none
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
     top_k: int | None = number(None, 1, INT32)  # moe: experts of a token
@@ -183,6 +184,7 @@ class MLPConfig:
     interleaved: bool = False  # moe: gate and up are stored in turns
     every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple
     first: int = number(0, 0, INT32)  # the first layer that it takes
+    last: int | None = number(None, 0, INT32)  # the last layer that it takes; null: that of the model
     skip: list[int] = field(default_factory=list)  # layers that it never takes
 
 

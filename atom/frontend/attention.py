@@ -46,8 +46,6 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         made |= zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True)
     if attention.adapter_rank is not None:
         made = dict(zip(made, writer.adapt(h, attention.adapter_rank, layer, **made), strict=True))
-    if attention.clip is not None:
-        made = {name: writer.call(ops.clamp, x, limit=attention.clip, name=name) for name, x in made.items()}
 
     def norm_qk(weight_of_heads: str = "shared") -> None:
         for name in [each for each in "qk" if each in made]:
@@ -55,6 +53,8 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
 
     if attention.qk_norm == "whole":
         norm_qk()
+    if attention.clip is not None:
+        made = {name: writer.call(ops.clamp, x, limit=attention.clip, name=name) for name, x in made.items()}
     for name, x in made.items():
         made[name] = writer.call(ops.split_heads, x, heads=heads if name == "q" else kv_heads, name=name)
     if "k" in made:

@@ -23,7 +23,8 @@ def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node
 
 
 def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
-    gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, mlp.bias, layer)
+    has_bias = required(mlp.shared_bias) if prefix else mlp.bias
+    gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, has_bias, layer)
     if mlp.adapter_rank is not None and not prefix:
         gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
     rule = gate_rule(mlp, writer.model.layer_like(layer), is_shared=bool(prefix))
@@ -33,7 +34,7 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     else:
         both = writer.call(ops.join, gate, up, name="gate_up")
         m = writer.call(ops.gated_activate, both, **rule, name="m")
-    return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
+    return writer.linear(m, f"{prefix}down", writer.model.hidden, has_bias, layer)
 
 
 def gate_rule(mlp: MLPConfig, layer: int, is_shared: bool = False) -> dict[str, Any]:
@@ -55,13 +56,14 @@ def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node
 
 
 def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
-    up = writer.linear(h, f"{prefix}up", width, mlp.bias, layer)
+    has_bias = required(mlp.shared_bias) if prefix else mlp.bias
+    up = writer.linear(h, f"{prefix}up", width, has_bias, layer)
     if mlp.activation == "xielu":
         alphas = [W(writer.name(role, layer), Type(writer.dtype, (1,))) for role in ("alpha_p", "alpha_n")]
         m = writer.call(ops.xielu, up, *alphas, name="m")
     else:
         m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
-    return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
+    return writer.linear(m, f"{prefix}down", writer.model.hidden, has_bias, layer)
 
 
 def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
@@ -186,6 +188,7 @@ def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
         is_sparse = types[layer] == "sparse"
         return next(mlp for mlp in model.mlp if (mlp.kind == "moe") == is_sparse)
     for mlp in model.mlp:
-        if layer >= mlp.first and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
+        is_in_range = mlp.first <= layer and (mlp.last is None or layer <= mlp.last)
+        if is_in_range and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
             return mlp
     raise ConfigError(f"model.mlp: no entry takes layer {layer}")

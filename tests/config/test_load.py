@@ -816,7 +816,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.branches={x: ['attention~mlp', mlp]} model.layer_types=[full_attention,full_attention,x]", "no layer comes after the last one"),
         ("model.branches={x: ['attention~mlp']} model.residual=parallel", "what is added later is for model.residual=sequential"),
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "model.attention.rope.beta_slow=0.0 must be a finite number above 0"),
-        ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all or"),
+        ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all or none"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
         ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),

@@ -35,7 +35,7 @@ OWN = {  # as stepfun-ai/Step-3.5-Flash; vllm/model_executor/models/step3p5.py
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[Path, Any]:
-    """The text alone, under the hub's names; the model."""
+    """Only the text, under the hub's names; the model."""
     vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14, "mlp_ratio": 2.0}
     config = transformers.Step3p7Config(text_config=TEXT, vision_config=vision)
     config._attn_implementation = "eager"

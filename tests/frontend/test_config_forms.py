@@ -1,4 +1,4 @@
-"""Families before Llama, in the forms that their config.json chooses, give transformers' logits."""
+"""Values of config.json that choose a form of a family, whose logits are those of transformers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,33 @@ CASES = [
             "num_kv_heads": 2,
             "num_ln_in_parallel_attn": 1,
             "rope_parameters": tiny.LINEAR,
+        },
+    ),
+    ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "clip_qkv": 0.7}),
+    ("Exaone", {"attention_bias": True, "mlp_bias": True}),
+    (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "head_dim": 16,
+            "use_bias": True,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    (
+        "DeepseekV2",
+        {
+            **tiny.MLA,
+            **tiny.EXPERTS,
+            "n_routed_experts": 8,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "mlp_bias": True,
         },
     ),
     ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25}),

@@ -885,7 +885,7 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "ffn_dim": 80,
 }
 OWN_SIZES = {  # of a file that takes no others
-    "baichuan": {"hidden_size": 4096, "vocab_size": 64000},
+    "baichuan": {"vocab_size": 64000},
     "chatglm": {"num_layers": 3, "padded_vocab_size": 101, "seq_length": 256, "ffn_hidden_size": 32, "kv_channels": 16},
     "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "num_experts": 0},
     "stablelm": {"hidden_size": 64},

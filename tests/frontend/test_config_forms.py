@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import tiny
 import torch
 import transformers
-from probe import assert_logits
+from law import assert_same_logits
+from probe import assert_logits, logits_of
+from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine
 from atom.config.load import load
@@ -87,6 +90,42 @@ def test_the_logits_are_those_of_transformers(family: str, changes: dict[str, An
     engine = LLMEngine(model=str(tmp_path), level=level, dtype="fp32", kv_cache_memory=1 << 22)
     tokens = tiny.prompt(30)
     assert_logits(engine, tokens, model)
+    engine.close()
+
+
+def test_baichuan_13b_is_a_llama_with_slopes_in_place_of_a_rope(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**tiny.SIZES, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 6}
+    )
+    model = tiny.randomized(config).eval()
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {
+        "architectures": ["BaichuanForCausalLM"],
+        "model_type": "baichuan",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(3):
+        at = f"model.layers.{layer}.self_attn"
+        tensors[f"{at}.W_pack.weight"] = torch.cat([tensors.pop(f"{at}.{role}_proj.weight") for role in "qkv"])
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    tokens = tiny.prompt(30)
+    slopes = torch.tensor(
+        [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    )  # of 4 heads, and every other one of 8
+    distances = torch.arange(30).unsqueeze(1) - torch.arange(30)
+    mask = (-slopes.view(1, -1, 1, 1) * distances).masked_fill(distances < 0, float("-inf"))
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        still = torch.zeros(1, 30, dtype=torch.long)  # positions at which a rope turns nothing
+        expected = model(torch.tensor([tokens]), attention_mask=mask, position_ids=still).logits[0]
+    own = ["model.assumes.vocab_size=101", "model.attention.alibi=added", "model.attention.rope.kind=none"]
+    engine = LLMEngine.from_config(
+        load([f"checkpoint={tmp_path}", "dtype=fp32", "serve.kv_cache_memory=4194304", *own])
+    )
+    assert_same_logits(logits_of(engine, tokens), expected)
     engine.close()
 
 

@@ -541,7 +541,7 @@ FORMS = {
         fields={"architectures": ["BaiChuanForCausalLM"], "model_type": "baichuan"},
         without=("num_key_value_heads", "attention_bias", "mlp_bias", "head_dim"),
         edit=lambda tensors: fused(tensors, "self_attn.W_pack"),
-        overrides=("model.assumes.hidden_size=48", "model.assumes.vocab_size=101"),
+        overrides=("model.assumes.vocab_size=101",),
     ),
     "sarvam_mla": HubForm(
         "python/sglang/srt/models/sarvam_moe.py; sarvamai/sarvam-105b",

@@ -24,7 +24,15 @@ from atom.kernels import Target
 GOLDEN = Path(__file__).parent / "golden"
 MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
 ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
-TEXTS = {"glm4v", "glm4v_moe", "kimi_k25", "llava", "llava_mistral", "mistral4", "step3p5"}  # of models that read images
+TEXTS = {
+    "glm4v",
+    "glm4v_moe",
+    "kimi_k25",
+    "llava",
+    "llava_mistral",
+    "mistral4",
+    "step3p5",
+}  # of models that read images
 OTHERS = ABSTRACT | TEXTS | {"nemotron_h_moe"} | tiny.COMBINED.keys()  # whose blocks the texts of others have
 CONFIG_OF = {"qwen3_vl_moe": "qwen3_moe"}  # the text_config of the first has the fields of the second
 NUM_LAYERS = {"gemma4": 4}  # the last one reads KV of another

@@ -192,6 +192,18 @@ def test_what_is_accepted_of_latent_attention(dtype: str, rank: int, rotated: in
     assert found == "this version of AITER lacks latent_decode: x:y: there is none"
 
 
+def test_slopes_and_chunks_of_attention_have_their_reason():
+    x, keys, angles = Type("bf16", ("T", 4, 64)), Type("bf16", ("T", 2, 64)), Type("fp32", ("T", 32))
+    cache, slopes = KV("l", Type("bf16", (2, 2, 64))), Type("fp32", (4,))
+    attend, both = (find_kernel(op, "aiter").accepts for op in (ops.paged_attention, ops.norm_rope_attention))
+    written = x, keys, keys, angles, angles, None, None
+    for accepts, first in ((attend, (x,)), (both, written)):
+        args = MI355X, *first, cache, BatchType(), None, None, None
+        assert accepts(*args, scale=0.1) is None
+        assert accepts(*args, None, scale=0.1, window=16, chunked=True) == "attends no chunks"
+        assert accepts(*args, slopes, scale=0.1) == "lowers no scores by distance"
+
+
 def test_other_vendors_texts_have_no_word_of_it():
     assert "aiter" not in text(H200)
 

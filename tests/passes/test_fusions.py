@@ -36,6 +36,17 @@ def f(h: fp32[T, 8]):
     a = attention(q_2, k_1, v_1, KV("0", fp32[2, 1, 4]), scale=0.5)
     return a"""
 
+NARROW, NARROW_FUSED = (  # values of fewer dims than keys
+    text.replace('W("v", fp32[4, 8])', 'W("v", fp32[3, 8])')
+    .replace("sizes=[8, 4, 4]", "sizes=[8, 4, 3]")
+    .replace(
+        "    v_1 = split_heads(v, heads=1)",
+        "    v_1 = scale(v, by=0.5)\n    v_2 = split_heads(v_1, heads=1)\n    v_3 = pad(v_2, size=4)",
+    )
+    .replace("k_1, v_1,", "k_1, v_3,")
+    for text in (QKV, QKV_FUSED)
+)
+
 GATE_UP = """\
 def f(h: fp32[T, 8]):
     gate = linear(h, W("g", fp32[6, 8]), W("g.b", fp32[6]))
@@ -75,6 +86,7 @@ def f(h: fp32[T, 8]):
 
 CASES = [
     (fuse_qkv, QKV, QKV_FUSED),
+    (fuse_qkv, NARROW, NARROW_FUSED),
     (fuse_gate_up, GATE_UP, GATE_UP_FUSED),
     (fuse_gate_up, CLAMPED, CLAMPED_FUSED),
     (fuse_norm_residual, NORM, NORM_FUSED),

@@ -51,7 +51,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
     [
         (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, and this is job=cache: leave"),
         (["job=cache", "prompts=hi"], "prompts is a field of job=generate, compare, and this is job=cache: leave it out, or write job=generate"),
-        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, compare, and this"),
+        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, compare, port, and"),
         (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, and this is job=serve"),
         (["job=bench", "job.num_steps=4"], "job.num_steps is a field of job=profile, and this is job=bench"),
         (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, generate,"),

@@ -289,7 +289,7 @@ class DraftWriter:
         self.set(at, f"${{hf:{keys[0]}}}" if keys else is_on)
 
     def set_mlp(self, at: str, value: Any, *, kinds: Collection[str], is_new: bool = False) -> bool:
-        """Set a field of the mlps of these kinds, if is_new only where there is none; whether one was set."""
+        """Set a field of the mlps of these kinds, if is_new only of those that have none; whether one was set."""
         mlps, *path = copy.deepcopy(self.get("mlp") or []), *at.split(".")
         was_set = False
         for mlp in mlps:

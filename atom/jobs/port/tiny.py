@@ -53,7 +53,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"rotary_dim", 8),
 )
 MAX_LAYERS = 4  # more if each of so many kinds of layers is to be there
-MAX_NUMBERS = 20_000_000  # of a tiny model; more means that a size was not found
+MAX_NUMBERS = 5_000_000  # of a tiny model; more means that a size was not found
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENS = re.compile(r"(bos|eos|pad|decoder_start|sep|cls|mask)_token_id")
 
@@ -63,28 +63,29 @@ def save_tiny(config_file: Path, folder: Path, seed: int = 0) -> Any:
 
     ConfigError if transformers does not have the model, or cannot make a small one.
     """
-    config = shrink_file(config_file)
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+    model = make_model(shrink_file(config_file), seed)
+    model.save_pretrained(folder, save_original_format=True)
+    return model
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:
-        raise ConfigError(
-            f"job.check=true: transformers makes no tiny {config.model_type}: {one_line(error)}"
-        ) from None
-    randomize(model)
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """A random model of a tiny config, which runs. ConfigError if transformers makes none, or a large one."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
+        with torch.device("meta"):  # of which nothing is allocated
+            count = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        if count > MAX_NUMBERS:
+            raise ValueError(f"it would have {count} numbers, as a size of its config was not found")
+        torch.manual_seed(seed)
+        model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
         with torch.inference_mode():
             model(torch.tensor([[1, 2, 3]]))
     except Exception as error:
-        raise ConfigError(
-            f"job.check=true: transformers does not run a tiny {config.model_type}: {one_line(error)}"
-        ) from None
-    model.save_pretrained(folder, save_original_format=True)
+        raise ConfigError(f"transformers makes no tiny {config.model_type} that runs: {one_line(error)}") from None
     return model
 
 
@@ -141,10 +142,18 @@ def are_names_of_one(key: str, other: str) -> bool:
 
 
 def keep_equal(values: Mapping[str, Any], changed: dict[str, Any]) -> None:
-    """Keep what depends on two sizes: as many heads of keys as of queries, and one; as many numbers of a rope."""
-    for heads, kv_heads in (("num_attention_heads", "num_key_value_heads"), ("n_head", "num_kv_heads")):
-        if values.get(kv_heads) is not None and values.get(kv_heads) == values.get(heads) and heads in changed:
-            changed[kv_heads] = changed[heads]
+    """Keep what depends on other sizes: as many heads of keys as of queries, a head's dims, sections of a rope."""
+    new = {**values, **changed}
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if kv_heads is not None and kv_heads == heads:
+        changed["num_key_value_heads"] = new["num_attention_heads"]
+    if "hidden_size" in values and heads and values.get("head_dim") == values["hidden_size"] // heads:
+        changed["head_dim"] = new["hidden_size"] // new["num_attention_heads"]
+    rope = values.get("rope_parameters") or {}
+    if heads and rope.get("mrope_section"):
+        dims = {**new, **changed}.get("head_dim") or new["hidden_size"] // new["num_attention_heads"]
+        total = int(dims * rope.get("partial_rotary_factor", 1.0)) // 2
+        changed["rope_parameters"] = {**rope, "mrope_section": [total - 2 * (total // 3), total // 3, total // 3]}
 
 
 def lists_by_layer(values: Mapping[str, Any], num_layers: int) -> Iterable[tuple[str, list[Any]]]:
@@ -163,14 +172,10 @@ def choose_layers(values: Mapping[str, Any], num_layers: int) -> list[int]:
     return sorted(kept + others[: max(min(MAX_LAYERS, num_layers) - len(kept), 0)])
 
 
-def randomize(model: Any) -> None:
-    """Add noise to all weights, and to buffers by which experts are chosen: norms and biases must matter."""
-    if (count := sum(each.numel() for each in model.parameters())) > MAX_NUMBERS:
-        raise ConfigError(
-            f"job.check=true: a tiny model would have {count} numbers; a size of its config was not found"
-        )
+def randomize(model: Any) -> Any:
+    """Add noise to all weights, and to buffers by which experts are chosen: norms and biases must matter; the model."""
     choosing = [buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
     for tensor in (*model.parameters(), *choosing):
         if tensor.is_floating_point():
             tensor.data += torch.randn_like(tensor) * 0.2
-    model.eval()
+    return model.eval()

@@ -1,0 +1,112 @@
+"""Every causal and image-text architecture that transformers maps: it runs like transformers, or says what it needs.
+
+A new version of transformers shows here what is new: its architectures fail until a model file or conf/unsupported.yaml
+lists them. The share of those that vLLM or SGLang serves may only grow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from semantic import assert_same_as_transformers
+from served_models import SGLANG, VLLM
+from transformers.models.auto import modeling_auto
+
+from atom.config.load import load
+from atom.config.model_files import SHARED, model_files
+from atom.config.unsupported import unsupported
+from atom.jobs.port.tiny import make_model, randomize, shrink
+
+CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
+NUM_RUNNING = 74  # of the served ones, when this was last looked at
+
+
+def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
+    """The model types of a mapping with their architectures."""
+    return [(kind, name) for kind, entry in mapping.items() for name in ([entry] if isinstance(entry, str) else entry)]
+
+
+MAPPED = {name for _, name in (*pairs(CAUSAL), *pairs(IMAGES))}
+RUNS = [(kind, name) for kind, name in pairs(CAUSAL) if name in LISTED and not name.endswith(SHARED)]
+
+
+def config_of(kind: str) -> Any:
+    """A tiny config of a model type: of tests/tiny.py if it has one, else its default with small sizes."""
+    text = transformers.CONFIG_MAPPING[kind]().get_text_config(decoder=True)
+    known = (tiny.VARIANTS | tiny.COMBINED | tiny.RECURRENT).values()
+    changes = next((changes for name, changes in known if name == type(text).__name__), None)
+    return shrink(text) if changes is None else type(text)(**{**tiny.SIZES, **changes})
+
+
+GLM = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+ROPES = {  # whose defaults in the code are for larger heads, and of GLM's for files without a field that all have
+    "glm4v": GLM,
+    "glm46v": GLM,
+    "glmga": GLM,
+    "glm4v_moe": {"mrope_section": [2, 1, 1]},
+    "qwen2_5_vl": {"mrope_section": [4, 2, 2]},
+}
+
+
+def image_config_of(kind: str) -> Any:
+    """A tiny config of a model that also reads images: its default, with small sizes."""
+    whole: Any = transformers.CONFIG_MAPPING[kind]()
+    text, vision = config_of(kind), shrink(whole.vision_config)
+    if hasattr(vision, "out_hidden_size"):
+        vision.out_hidden_size = text.hidden_size
+    text.rope_parameters = {**(text.rope_parameters or {}), **ROPES[kind]} if kind in ROPES else text.rope_parameters
+    config = type(whole)(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    return config
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize(("kind", "name"), RUNS, ids=[f"{kind}-{name}" for kind, name in RUNS])
+def test_a_listed_architecture_gives_the_logits_of_transformers(kind: str, name: str, tmp_path: Path):
+    model = make_model(config_of(kind))
+    assert type(model).__name__ == name
+    model.save_pretrained(tmp_path, save_original_format=True)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
+
+
+ELSEWHERE = {  # compared in tests/checkpoint/test_text_of_images.py
+    "kimi_k25": "transformers 5.24 saves its layers under the name of those that read images",
+    "aya_vision": "transformers 5.24 leaves its scale of logits out",
+    "cohere2_vision": "transformers 5.24 leaves its scale of logits out",
+    "qwen2_vl": "its default has 100 million numbers that read images",
+    "qwen3_vl_moe": "the hub stores its experts transposed",
+    "shieldgemma2": "a classifier around Gemma 3, under a class of its own",
+}
+READ_IMAGES = [
+    (kind, name) for kind, name in pairs(IMAGES) if name in LISTED and name.endswith(SHARED) and kind not in ELSEWHERE
+]
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("kind", "name"), READ_IMAGES, ids=[f"{kind}-{name}" for kind, name in READ_IMAGES])
+def test_the_text_half_of_a_listed_architecture_gives_the_logits_of_transformers(kind: str, name: str, tmp_path: Path):
+    torch.manual_seed(1)
+    model = randomize(transformers.AutoModelForImageTextToText.from_config(image_config_of(kind), dtype=torch.float32))
+    assert type(model).__name__ == name
+    model.save_pretrained(tmp_path, save_original_format=True)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
+
+
+def test_the_served_architectures_that_run_only_grow():
+    served = {name for name in MAPPED & (VLLM | SGLANG) if "Assistant" not in name}  # which draft for another model
+    running = served & LISTED
+    line = f"{len(running)} of {len(served)} architectures run that vLLM or SGLang serves by transformers' mappings"
+    print(f"{line}: {len(running) / len(served):.1%}; not: {', '.join(sorted(served - running))}")
+    assert len(running) >= NUM_RUNNING, "one that ran is gone"
+    assert len(running) < NUM_RUNNING + 5, "set NUM_RUNNING anew, so that none of these is lost"
+
+
+def test_every_architecture_of_transformers_is_listed_or_says_what_it_needs():
+    assert not MAPPED - LISTED - unsupported().keys()

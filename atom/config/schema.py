@@ -379,9 +379,7 @@ class ModelConfig:
     auto: bool = True  # false: taken only by name
     hidden: int = number(0, 1, INT32)  # size of a token's hidden state
     layers: int = number(0, 1, MAX_LAYERS)  # of the body, those of all loops
-    loops: int = number(
-        1, 1, MAX_LAYERS
-    )  # over the stored layers, each with caches of its own and the final norm after it
+    loops: int = number(1, 1, MAX_LAYERS)  # over the stored layers, each with caches of its own, normed at its end
     vocab: int = number(0, 1, INT32)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
@@ -445,7 +443,7 @@ class ModelConfig:
     @property
     def stored_layers(self) -> int:
         """The number of layers with weights of their own."""
-        return self.layers // self.loops
+        return max(self.layers // self.loops, 1)
 
     def layer_type(self, layer: int) -> str | None:
         """The type of a layer; None if it has none, as those after the body's."""

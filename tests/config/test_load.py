@@ -915,7 +915,9 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
         model = load([f"model={file.name}", f"checkpoint={write(**sizes)}"]).model
         heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, LAYERS.get(file.name, 3)
         assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
-        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv"))
+        assert model.weights["q"].endswith(
+            ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv")
+        )
 
 
 def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():

@@ -24,20 +24,11 @@ from atom.kernels import Target
 GOLDEN = Path(__file__).parent / "golden"
 MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
 ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
-TEXTS = {
-    "glm4v",
-    "glm4v_moe",
-    "kimi_k25",
-    "llava",
-    "llava_mistral",
-    "mistral4",
-    "step3p5",
-}  # of models that read images
-# with fields of config.json of their own; test_hub_forms.py has them
-OWN_FIELDS = {"baichuan", "bailing_moe", "chatglm", "deepseek", "minicpm", "ouro", "param2moe"}
-OTHERS = (
-    ABSTRACT | TEXTS | OWN_FIELDS | {"nemotron_h_moe"} | tiny.COMBINED.keys()
-)  # whose blocks the texts of others have
+TEXTS = {"glm4v", "glm4v_moe", "kimi_k25", "llava", "llava_mistral", "mistral4", "step3p5"}  # of models that read images
+BY_NAME = {
+    "baichuan", "bailing_moe", "chatglm", "deepseek", "internlm2", "mimo", "minicpm", "orion", "ouro", "pangu_embedded", "param2moe",
+}  # fmt: skip  # which transformers has no class of
+OTHERS = ABSTRACT | TEXTS | BY_NAME | {"nemotron_h_moe"} | tiny.COMBINED.keys()  # whose blocks the texts of others have
 CONFIG_OF = {"qwen3_vl_moe": "qwen3_moe"}  # the text_config of the first has the fields of the second
 NUM_LAYERS = {"gemma4": 4}  # the last one reads KV of another
 TARGET = Target("cpu", frozenset({"onednn_bf16", "onednn_fp32", "blocks_bf16", "blocks_fp32"}))

@@ -408,7 +408,7 @@ class ModelConfig:
     blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
     branches: dict[str, list[str]] = field(
         default_factory=dict
-    )  # layer type -> its blocks, a+b: at once, a>b: b reads what a gives, too; a~b: see Group; else attention, mlp
+    )  # layer type -> blocks; a+b: at once; a>b: b reads what a gives, too; a~b: b is added a layer later
     shared_blocks: int | None = number(None, 1, MAX_LAYERS)  # that layers with a>b take in turn, in names {shared}
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none

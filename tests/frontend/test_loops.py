@@ -86,3 +86,5 @@ def test_a_part_of_a_loop_is_refused(tmp_path: Path):
     save_ouro(tmp_path / "ouro", loops=2)
     with pytest.raises(ConfigError, match=r"^model.layers=4 is not a multiple of model.loops=3$"):
         load([f"checkpoint={tmp_path / 'ouro'}", "model.loops=3"])
+    with pytest.raises(ConfigError, match=r"^model.layers=1 is not a multiple of model.loops=2$"):
+        load([f"checkpoint={tmp_path / 'ouro'}", "model.layers=1"])

@@ -34,6 +34,7 @@ SIZES: dict[str | None, tuple[int, int]] = {  # width and hidden size by format:
 }
 PACKED = [fmt for fmt in SIZES if fmt is not None]
 SILU = {"kind": "silu"}
+LIMITED = [{"kind": "silu", "limit": 0.7}, {"kind": "swiglustep", "limit": 0.4}]
 GATES = pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "swigluoai"])
 
 
@@ -111,6 +112,9 @@ def test_the_backend_takes_these_sizes(fmt: str):
     for gate in (SILU, CLAMPED):
         refused = accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=ACT)
         assert (refused is None) == (fmt == BLOCKS)
+    for gate in LIMITED:
+        assert accepts(HOPPER, x, weights, ids, gate_up, down, **gate) is None
+        assert accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=ACT) is not None
 
 
 def cases(plain: Sequence[tuple[int, str]], packed: Sequence[tuple[int, str]]) -> Any:
@@ -149,6 +153,14 @@ class TestOnHopper:
     def test_tokens_go_through_their_experts(
         self, fmt: str | None, tokens: int, way: str, gate: dict[str, Any], taken: list[str]
     ):
+        check(fmt, 5, choose(tokens, 2, 5), gate, way=way, taken=taken)
+
+    @pytest.mark.parametrize("gate", LIMITED, ids=["silu", "swiglustep"])
+    @cases(
+        plain=[(3, "few"), (20, "plain groups"), (321, "many plain")],
+        packed=[(2, "few"), (20, "groups"), (321, "many")],
+    )
+    def test_gates_have_limits(self, fmt: str | None, tokens: int, way: str, gate: dict[str, Any], taken: list[str]):
         check(fmt, 5, choose(tokens, 2, 5), gate, way=way, taken=taken)
 
     @GATES

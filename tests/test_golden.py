@@ -24,7 +24,15 @@ from atom.kernels import Target
 GOLDEN = Path(__file__).parent / "golden"
 MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
 ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
-TEXTS = {"glm4v", "glm4v_moe", "kimi_k25", "llava", "llava_mistral", "mistral4", "step3p5"}  # of models that read images
+TEXTS = {
+    "glm4v",
+    "glm4v_moe",
+    "kimi_k25",
+    "llava",
+    "llava_mistral",
+    "mistral4",
+    "step3p5",
+}  # of models that read images
 BY_NAME = {
     "baichuan", "bailing_moe", "chatglm", "deepseek", "internlm2", "mimo", "minicpm", "orion", "ouro", "pangu_embedded", "param2moe",
 }  # fmt: skip  # which transformers has no class of

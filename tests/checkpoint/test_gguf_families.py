@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import gguf_files
 import pytest
 import tiny
 import torch
-import yaml
 from law import assert_same_logits
 from probe import assert_logits, logits_of
 from safetensors.torch import load_file, save_file
@@ -173,15 +171,3 @@ def test_experts_are_packed_anew_from_the_numbers_of_a_file(variant: str, tmp_pa
         made.append(logits_of(engine, tiny.prompt(20)))
         engine.close()
     assert_same_logits(made[1], made[0])
-
-
-def test_the_page_has_every_architecture_that_a_model_file_reads() -> None:
-    specs = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / "conf" / "model").glob("*.yaml")}
-    read = {
-        (each["gguf"]["architecture"], name)
-        for name, each in specs.items()
-        if (each.get("gguf") or {}).get("architecture")
-    }
-    page = (ROOT / "docs" / "checkpoints.md").read_text("utf-8").partition("\n## GGUF files\n")[2]
-    listed = set(re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE))
-    assert listed == read - {("llama", "mistral")}

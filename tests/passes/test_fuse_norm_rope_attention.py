@@ -93,7 +93,7 @@ def test_where_no_kernel_takes_the_two_as_one_they_stay():
     assert_stays(PAIR, Target("cpu"), ("inductor", "torch", "reference"))
     assert_stays(PAIR, GPU, ("reference",))
     assert_stays(PAIR, Target("cpu"), BACKENDS)  # the kernel is there and refuses
-    assert_stays(PAIR.replace(", 4]", ", 260]"))  # heads are too wide for it
+    assert_stays(PAIR.replace(", 4]", ", 516]"))  # heads are too wide for it
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ class ReasoningMatcher:
         self._matcher, self._decode, self._stop_ids = matcher, tokenizer.decode, sorted(vocabulary.stop_ids)
         self._end_text, self._end, self._then = reasoning["end"], encode("end"), encode("then")
         begin = encode("begin")
-        self._opener = begin[0] if len(begin) == 1 and not self._then else None  # of reasoning that is optional
+        is_optional = not self._then and (len(begin) == 1 or (begin and not tokenizer.decode(begin[:1])))
+        self._opener = begin[0] if is_optional else None  # of reasoning: one token, or one that is special
         self._forced = begin if self._then else []
         self._is_free = bool(self._then) or not begin
         self._tail: list[int] = []  # the last tokens of the reasoning

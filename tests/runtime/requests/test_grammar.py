@@ -498,6 +498,18 @@ def test_reasoning_may_be_left_out_where_the_prompt_does_not_open_it(compiler: G
     assert not allows(matcher, tokenizer, "<file_sep>"), "an answer that has begun does not begin to think"
 
 
+def test_reasoning_whose_marker_begins_with_a_special_token_may_be_left_out(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+):
+    reasoning = {"begin": "<file_sep>thought", "end": "<repo_name>"}
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)
+    assert allows(matcher, tokenizer, "4") and not allows(matcher, tokenizer, "a")
+    spell(matcher, tokenizer, "<file_sep>thought a<repo_name>4")
+    assert not allows(matcher, tokenizer, "a")
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, {"begin": "think", "end": "<repo_name>"})
+    assert not allows(matcher, tokenizer, "t"), "text that a grammar may allow begins no reasoning"
+
+
 def test_headers_around_reasoning_are_forced(compiler: GrammarCompiler, tokenizer: Tokenizer):
     reasoning = {"begin": "<file_sep>think<reponame>", "end": "<repo_name>", "then": "<file_sep>final<reponame>"}
     matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)

@@ -88,6 +88,23 @@ def test_a_constraint_begins_after_the_reasoning(config: Config, prompt: str, re
     assert ChatParsers(config, None, None).constrain(SamplingParams(), prompt).reasoning is None
 
 
+def test_a_marker_may_be_a_special_token_and_a_label(config: Config):
+    """As vllm/reasoning/gemma4_reasoning_parser.py reads these texts."""
+    marked = replace(
+        config, model=replace(config.model, tool_calls=None, reasoning=["<|channel>thought", "<channel|>"])
+    )
+    parsers, prompt = ChatParsers(marked, None, None), "<|turn>model\n"
+    assert parsers.constrain(SamplingParams(), prompt).visible_tokens == [
+        "<|channel>thought",
+        "<|channel>",
+        "<channel|>",
+    ]
+    answer = parsers.read("<|channel>thought\nTwo and two.\n<channel|>Four.", prompt)
+    assert (answer.reasoning.rstrip(), answer.content) == ("Two and two.", "Four.")
+    answer = parsers.read("Four.", f"{prompt}<|channel>thought\n<channel|>")
+    assert (answer.reasoning, answer.content) == ("", "Four.")
+
+
 def test_a_forced_call_constrains_the_answer_to_its_arguments(config: Config):
     named = NamedTool.model_validate({"type": "function", "function": {"name": "f"}})
     parsers = ChatParsers(config, [tool("f"), tool("g")], named)

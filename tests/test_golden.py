@@ -27,10 +27,12 @@ ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
 TEXTS = {
     "glm4v",
     "glm4v_moe",
+    "glm_ocr",
     "kimi_k25",
     "llava",
     "llava_mistral",
     "mistral4",
+    "paddleocr_vl",
     "step3p5",
 }  # of models that read images
 BY_NAME = {

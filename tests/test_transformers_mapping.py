@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 74  # of the served ones, when this was last looked at
+NUM_RUNNING = 104  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -50,7 +50,9 @@ ROPES = {  # whose defaults in the code are for larger heads, and of GLM's for f
     "glm4v": GLM,
     "glm46v": GLM,
     "glmga": GLM,
+    "glm_ocr": GLM,
     "glm4v_moe": {"mrope_section": [2, 1, 1]},
+    "paddleocr_vl": {"mrope_section": [4, 4, 4]},
     "qwen2_5_vl": {"mrope_section": [4, 2, 2]},
 }
 
@@ -61,7 +63,8 @@ def image_config_of(kind: str) -> Any:
     text, vision = config_of(kind), shrink(whole.vision_config)
     if hasattr(vision, "out_hidden_size"):
         vision.out_hidden_size = text.hidden_size
-    text.rope_parameters = {**(text.rope_parameters or {}), **ROPES[kind]} if kind in ROPES else text.rope_parameters
+    if kind in ROPES:
+        text.rope_parameters = {**(text.rope_parameters or {}), **ROPES[kind]}
     config = type(whole)(text_config=text, vision_config=vision)
     config._attn_implementation = "eager"
     return config
@@ -84,6 +87,7 @@ ELSEWHERE = {  # compared in tests/checkpoint/test_text_of_images.py
     "qwen3_vl_moe": "the hub stores its experts transposed",
     "shieldgemma2": "a classifier around Gemma 3, under a class of its own",
 }
+MISNAMED = {"qianfan_ocr"}  # transformers 5.24 gives the text's layers the name of those that read images
 READ_IMAGES = [
     (kind, name) for kind, name in pairs(IMAGES) if name in LISTED and name.endswith(SHARED) and kind not in ELSEWHERE
 ]
@@ -95,7 +99,7 @@ def test_the_text_half_of_a_listed_architecture_gives_the_logits_of_transformers
     torch.manual_seed(1)
     model = randomize(transformers.AutoModelForImageTextToText.from_config(image_config_of(kind), dtype=torch.float32))
     assert type(model).__name__ == name
-    model.save_pretrained(tmp_path, save_original_format=True)
+    model.save_pretrained(tmp_path, save_original_format=kind not in MISNAMED)
     assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
 
 

@@ -30,8 +30,9 @@ INDEX = "model.safetensors.index.json"
 OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with a text_config; the head is outside that model
 VISION = "vision_config"  # what config.json has of a model that also reads images
 NO_TEXT = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|connector|image_newline"
-    r"|embed_vision|vision_embedder|audio_tower|embed_audio)(\.|$)"
+    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
+    r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector"
+    r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio)(\.|$)"
 )
 TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.)|(model\.)(?:language|text)_model\.)")
 POOLING = {  # sentence-transformers' names

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from atom import LLMEngine
 from atom.dtypes import GGUF_FORMATS
 
-ROOT = Path(__file__).parents[2]
 GEMMA3 = {"query_pre_attn_scalar": 256}
 YARN = {**tiny.YARN_MLA, "mscale": tiny.YARN_MLA["mscale_all_dim"]}  # a file has one number for both
 EACH_WITH_MOE = ["linear_attention", "moe", "full_attention", "moe"]

@@ -144,6 +144,8 @@ def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> Non
         ("model.text_model.norm.weight", "model.norm.weight"),
         ("model.connector.modality_projection.proj.weight", None),
         ("mm_projector.proj.0.weight", None),
+        ("model.merger.mlp.0.linear_1.bias", None),
+        ("mlp1.0.weight", None),
         ("image_newline", None),
     ],
 )

@@ -70,7 +70,7 @@ def hold(draft: Draft, checkpoint: str, stored: Mapping[str, Stored], revision: 
         model, needed = read_needed(draft, checkpoint, revision, dirs)
     except AtomError as error:
         return Fit(None, str(error), {}, [], {}, list(stored))
-    names, shapes = set(needed), {name: each.shape for name, each in stored.items()}
+    names = set(needed)
     read = set(names)
     for name, parts in model.stacked.items():
         stored_parts = {model.weights[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)}
@@ -82,9 +82,9 @@ def hold(draft: Draft, checkpoint: str, stored: Mapping[str, Stored], revision: 
     unread = [name for name in stored if name not in read and not any(fnmatch(name, pattern) for pattern in ignored)]
     missing = [name for name in needed if name in names and name not in stored] if stored else []
     misshapen = {
-        name: (shape, needed[name])
-        for name in names
-        if (shape := shapes.get(name)) is not None and squeezed(shape) != squeezed(needed[name])
+        name: (each.shape, needed[name])
+        for name, each in stored.items()
+        if name in names and each.shape is not None and not has_shape(each, needed[name])
     }
     return Fit(model, None, needed, missing, misshapen, unread if stored else [])
 
@@ -97,9 +97,13 @@ def read_needed(
         write(draft.text(), Path(folder, "model", f"{draft.name}.yaml"))
         values = {"checkpoint": checkpoint, "revision": revision, "model": draft.name, "device": "cpu", "dtype": "fp32"}
         overrides = [override(key, value) for key, value in values.items() if value is not None]
-        config = load(overrides, config_dirs=[folder, *dirs])
-        if config.model.layers > MAX_LAYERS:
-            config = load([*overrides, override("model.layers", MAX_LAYERS)], config_dirs=[folder, *dirs])
+        try:
+            config = load(overrides, config_dirs=[folder, *dirs])
+            if config.model.layers > MAX_LAYERS:
+                config = load([*overrides, override("model.layers", MAX_LAYERS)], config_dirs=[folder, *dirs])
+        except AtomError as error:
+            error.args = (str(error).replace(f"{folder}/model/", ""),)
+            raise
     needed: dict[str, Shape] = {}
     for recipe in semantic_graph(config).recipes():
         for leaf in stored_tensors(recipe):
@@ -110,6 +114,11 @@ def read_needed(
 def write(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
+
+
+def has_shape(stored: Stored, needed: Shape) -> bool:
+    """Whether a stored tensor has this shape, itself or as it is packed."""
+    return squeezed(needed) in [squeezed(shape) for shape in (stored.shape, stored.blocks) if shape is not None]
 
 
 def squeezed(shape: Shape) -> Shape:

@@ -37,14 +37,16 @@ GENERAL = {  # of config.json, of no use to a model's text
 
 def hint_of(pattern: str, known: Known) -> str:
     """Which role in which files has a tensor of such a name; that none has, if so."""
-    roles = known.roles(pattern)
+    roles, tail = known.roles(pattern), tail_of(module_of(pattern))
     if roles:
+        is_exact = tail in known.by_tail or tail_of(pattern) in known.by_tail
+        named = "the role" if is_exact else "it ends like the role"
         return " or ".join(
-            f"the role {role}{kind_of(role, files, known)}; {shown(files)}" for role, files in list(roles.items())[:2]
+            f"{named} {role}{kind_of(role, files, known)}; {shown(files)}" for role, files in list(roles.items())[:2]
         )
-    *_, parent, _ = ["", *tail_of(module_of(pattern)).rsplit(".", 1)]
+    *_, parent, _ = ["", *tail.rsplit(".", 1)]
     near = {role: files for tail, roles in known.by_tail.items() if parent and tail.startswith(f"{parent}.")
-            for role, files in roles.items()}  # fmt: skip
+            for role, files in roles.items() if part_of(role) is not None}  # fmt: skip
     if not near:
         return "no shipped file names one like it: a block that atom may not have"
     role, files = next(iter(near.items()))

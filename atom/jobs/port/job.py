@@ -25,7 +25,8 @@ from atom.config.model_files import choose_model, model_files, search_path_of, w
 from atom.config.unsupported import missing_block
 from atom.errors import AtomError, ConfigError, one_line
 from atom.jobs.port.check import check_tiny
-from atom.jobs.port.draft import begin, is_read, write_draft
+from atom.jobs.port.draft import write_draft
+from atom.jobs.port.edit import is_read
 from atom.jobs.port.fit import Draft, Fit, hold, write
 from atom.jobs.port.hints import hint_of, unread_fields
 from atom.jobs.port.known import NOT_READ, Described, Known, leaves_of, read_known, reads_of
@@ -63,10 +64,8 @@ def run(config: Config) -> int:
         tried = [(file, *write_draft(file, known, hf, stored, fits)) for file in files]
         _, draft, fit = min(tried, key=lambda each: (each[2].faults, num_unlike(each[0], each[1], known, hf)))
     else:
-        draft = begin(named, {**hf, "model_type": f"my_{named.name}"})
-        draft.spec = {"defaults": [named.name, "_self_"]}
+        draft = Draft(f"my_{named.name}", {"defaults": [named.name, "_self_"]})
         fit = fits(draft)
-    draft.name = free_name(draft.name, known)
     result = describe(config, draft, fit, hf, stored, known, ranked)
     return finish(config, draft, result, fit, stored, None if named is None else named.name)
 
@@ -117,11 +116,6 @@ def named_file(config: Config, known: Known) -> Described | None:
     if found is None:
         raise ConfigError(f"model={names[-1]}: there is no such model file to begin with")
     return found
-
-
-def free_name(name: str, known: Known) -> str:
-    """A name that no model file has, since a shipped file would be read in place of the draft."""
-    return f"my_{name}" if any(each.name == name for each in known.files) else name
 
 
 def finish(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from atom.config.folders import CONF
 from atom.config.model_files import ModelFile, with_inherited
 from atom.jobs.port.stored import module_of, tail_of
 
@@ -82,6 +83,7 @@ def part_of(role: str) -> str | None:
 @dataclass
 class Known:
     files: list[Described]
+    names: frozenset[str]  # of all files, those included that describe no model
     by_tail: dict[str, dict[str, list[str]]]  # tail of a module's name -> role -> files
     lines: dict[tuple[str, str], str]  # key of config.json and field -> a line that computes the one of the other
     fields: dict[str, dict[str, list[str]]]  # key of config.json -> field of the model -> files
@@ -107,7 +109,8 @@ def read_known(files: Sequence[ModelFile]) -> Known:
     """What files of models read, those of drafts left out."""
     described = [Described(file, merged(file, files)) for file in files if "eagle3" not in file.spec]
     described = [each for each in described if each.spec.get("weights")]
-    known = Known(described, {}, {}, {}, {})
+    shipped = (path.stem for path in (CONF / "model").glob("*.yaml"))
+    known = Known(described, frozenset((*shipped, *(file.name for file in files))), {}, {}, {}, {})
     for each in described:
         for role, name in own_weights(each.file).items():
             tail = tail_of(module_of(name))

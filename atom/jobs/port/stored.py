@@ -22,6 +22,7 @@ class Stored(NamedTuple):
     dtype: str | None
     layers: tuple[int, ...]  # that have it; () for a tensor outside of layers
     shapes: frozenset[tuple[int, ...]]  # of all layers
+    blocks: tuple[int, ...] | None  # of a packed tensor of a GGUF file, as a model that keeps it packed reads it
 
 
 def read_stored(checkpoint: Checkpoint) -> dict[str, Stored]:
@@ -45,7 +46,9 @@ def describe(entries: Iterable[tuple[int | None, StoredTensor | None]]) -> Store
     first = ordered[0][1]
     layers = tuple(dict.fromkeys(layer for layer, _ in ordered if layer is not None))
     shapes = frozenset(tensor.shape for _, tensor in ordered if tensor is not None)
-    return Stored(first.shape if first else None, first.dtype if first else None, layers, shapes)
+    if first is None:
+        return Stored(None, None, layers, shapes, None)
+    return Stored(first.shape, first.dtype, layers, shapes, first.blocks)
 
 
 def pattern_of(name: str) -> tuple[str, int | None]:

@@ -16,6 +16,17 @@ from semantic import assert_same_as_transformers
 
 from atom.cli import main
 from atom.config.load import load
+from atom.config.model_files import model_files
+from atom.jobs.port import job
+
+NEW = {"stablelm", "hy_v3"}  # files that are left out here, if they are shipped by now
+
+
+@pytest.fixture(autouse=True)
+def hide_files(monkeypatch: pytest.MonkeyPatch):
+    """Let the families of these tests be unknown."""
+    monkeypatch.setattr(job, "model_files", lambda paths: [file for file in model_files(paths) if file.name not in NEW])
+
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -52,7 +63,7 @@ def port(capsys: Any, *argv: str) -> tuple[int, dict[str, Any]]:
 )
 def test_stablelm_is_ported_by_one_command(changes: dict[str, Any], tmp_path: Path, capsys: Any):
     save(tmp_path / "new", "StableLmConfig", **changes)
-    file = tmp_path / "conf" / "model" / "stablelm.yaml"
+    file = tmp_path / "conf" / "model" / "mine.yaml"
     argv = [f"checkpoint={tmp_path / 'new'}", f"job.save_draft={file}", "job.check=true"]
     assert main(["job=port", *argv]) == 0
     out, err = capsys.readouterr()
@@ -61,7 +72,7 @@ def test_stablelm_is_ported_by_one_command(changes: dict[str, Any], tmp_path: Pa
     text = file.read_text()
     assert "\n# Not compared with anything: until job=compare agrees" in text
     assert yaml.safe_load(text)["norm"]["kind"] == "layer"
-    config = ["--config-dir", str(tmp_path / "conf"), f"checkpoint={tmp_path / 'new'}", "model=stablelm"]
+    config = ["--config-dir", str(tmp_path / "conf"), f"checkpoint={tmp_path / 'new'}", "model=mine"]
     assert main([*config, "job=compare", "job.b=transformers", "dtype=fp32", "level=0"]) == 0, "the file says it all"
 
 
@@ -92,7 +103,7 @@ def test_other_names_of_tensors_and_fields_are_found(tmp_path: Path, capsys: Any
     assert "12 of 12 names of tensors are placed" in capsys.readouterr().err
     spec = yaml.safe_load(file.read_text())
     assert spec["weights"]["q"] == "transformer.blocks.{layer}.attention.wq" and spec["hidden"] == "${hf:dim}"
-    assert "#   n_heads of config.json is read as num_attention_heads\n" in file.read_text()
+    assert "#   n_kv_heads of config.json is read as num_key_value_heads\n" in file.read_text()
     config = load([f"checkpoint={tmp_path / 'new'}", "dtype=fp32", f"hydra.searchpath=[file://{tmp_path}/conf]"])
     assert_same_as_transformers(config, model)
 
@@ -174,6 +185,14 @@ def test_a_named_file_is_the_one_that_is_looked_at(tmp_path: Path, capsys: Any):
         "model.layers.{layer}.input_layernorm.bias", "model.layers.{layer}.post_attention_layernorm.bias",
         "model.norm.bias",
     ]  # fmt: skip
+    code, result = port(capsys, f"checkpoint={tmp_path / 'new'}", "model=qwen3")
+    assert code == 1 and [*result["missing_tensors"]] == [
+        f"model.layers.{{layer}}.self_attn.{name}_norm.weight" for name in "qk"
+    ]
+    edit_config(tmp_path / "new", intermediate_size=170)
+    code, result = port(capsys, f"checkpoint={tmp_path / 'new'}", "model=llama")
+    at = "model.layers.{layer}.mlp"
+    assert code == 1 and result["misshapen_tensors"][f"{at}.up_proj.weight"] == [[176, 64], [170, 64]]
 
 
 @pytest.mark.sampled(4)

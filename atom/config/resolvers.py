@@ -18,6 +18,7 @@ null, as a key that config.json has not, gives null. A value of another type is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,8 @@ def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, 
     """
     if layers is None or number is None:
         return None
-    if isinstance(layers, str):
-        layers = [int(each) if each.strip().isdigit() else each for each in layers.split(",")]
+    if isinstance(layers, str) and re.fullmatch(r"[0-9]+( *, *[0-9]+)*", layers):
+        layers = [int(each) for each in layers.split(",")]
     listed = list(layers) if isinstance(layers, list | ListConfig) else None
     if listed is None or not is_count(number):
         raise ConfigError(f"{key_of(_node_)}: {spelled(layers)} is not a list of layers, of {spelled(number)}")

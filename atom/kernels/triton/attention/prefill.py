@@ -145,8 +145,10 @@ def _attend_tile(
     if WINDOW is not None:
         start = tl.maximum(find_first(oldest_query, WINDOW, CHUNKED), 0)
     block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
-    if WINDOW is None:
-        whole = tl.maximum(oldest_query + 1, 0) // BLOCK_N * BLOCK_N  # every row sees these
+    if WINDOW is None or CHUNKED:
+        whole = start + tl.maximum(oldest_query + 1 - start, 0) // BLOCK_N * BLOCK_N  # every row sees these
+        if CHUNKED:  # none, if a chunk begins among the rows
+            whole = tl.where(oldest_query // WINDOW == (oldest_query + QUERIES - 1) // WINDOW, whole, start)
         best, total, acc = attend_keys(
             queries, best, total, acc, keys, values, blocks, block, start, whole, newest, k_scale, slopes,
             SCALE, SOFTCAP, WINDOW, CHUNKED, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,

@@ -54,7 +54,9 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     ("window", "chunked", "has_slopes"), [(None, False, True), (16, True, False), (37, True, True), (1, True, False)]
 )
 def test_chunks_and_slopes_equal_the_reference(triton_device, window, chunked, has_slopes, query_len):
-    case = make_case([], [(3, 3), (3, 70), (3, 49), (25, 50)], kv_heads=2, heads=6, dim=20, block_size=3, window=window)
+    case = make_case(
+        [], [(3, 3), (3, 70), (3, 49), (25, 50), (80, 90)], kv_heads=2, heads=6, dim=20, block_size=3, window=window
+    )
     if query_len == 3:
         case = change(case, num_decodes=3, query_len=3)
     slopes = torch.linspace(0.01, 0.3, 6) if has_slopes else None

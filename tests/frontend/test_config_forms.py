@@ -41,6 +41,18 @@ CASES = [
             "rope_parameters": tiny.LINEAR,
         },
     ),
+    (
+        "Lfm3",
+        {
+            "head_dim": 20,
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        },
+    ),
     ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "clip_qkv": 0.7}),
     ("Exaone", {"attention_bias": True, "mlp_bias": True}),
     (

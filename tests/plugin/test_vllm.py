@@ -107,7 +107,11 @@ PROMPTS = [tiny.prompt(45), tiny.prompt(19, seed=1)]
 
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize(
-    "name", [*tiny.MODEL_FILES, "mixtral_window_stacked", "deepseek_v3_plain_q_odd", "gpt_oss_odd"]
+    "name",
+    [
+        *(name for name in tiny.MODEL_FILES if name != "gemma4"),  # whose layers share KV: refused
+        *("gemma4_experts", "mixtral_window_stacked", "deepseek_v3_plain_q_odd", "gpt_oss_odd"),
+    ],
 )
 def test_logits_are_those_of_transformers(name: str, make: Make, checkpoints: Any, references: Any):
     model = make(checkpoints(name))

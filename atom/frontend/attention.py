@@ -28,64 +28,19 @@ class Rotary(NamedTuple):
 
 def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Grouped-query attention (Ainslie et al. 2023)."""
-    model = writer.model
-    heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
+    model, heads, dim = writer.model, attention.heads, required(attention.head_dim)
     value_dim, window, kv_layer = attention.value_dim or dim, window_of(model, attention, layer), model.kv_layer(layer)
-    cache = KV(writer.name("layer", kv_layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
-    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * value_dim}
-    if attention.k_is_v:
-        del rows["v"]
-    if kv_layer != layer:
-        rows = {"q": heads * dim}
-    made: dict[str, Node] = {}
-    if attention.gate == "query":  # one stored tensor has queries and gates of the first head, then of the next
-        made["q"], gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
-        made |= zip(rows, writer.linears(h, rows, attention.bias, layer), strict=True)
-    else:
-        rows = {role: rows[role] for role in attention.qkv_order if role in rows}
-        made |= zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True)
-    if attention.adapter_rank is not None:
-        made = dict(zip(made, writer.adapt(h, attention.adapter_rank, layer, **made), strict=True))
-
-    def norm_qk(weight_of_heads: str = "shared") -> None:
-        for name in [each for each in "qk" if each in made]:
-            made[name] = writer.norm(made[name], f"{name}_norm", layer, name, weight_of_heads)
-
-    if attention.qk_norm == "whole":
-        norm_qk()
-    if attention.clip is not None:
-        made = {name: writer.call(ops.clamp, x, limit=attention.clip, name=name) for name, x in made.items()}
-    for name, x in made.items():
-        made[name] = writer.call(ops.split_heads, x, heads=heads if name == "q" else kv_heads, name=name)
-    if "k" in made:
-        made.setdefault("v", made["k"])
-    if attention.qk_norm == "per_head":
-        norm_qk(attention.qk_norm_weight)
-    if rotary is not None:
-        made["q"] = rotate(writer, made["q"], rotary.queries, rotary.interleaved, "q")
-        if "k" in made:
-            made["k"] = rotate(writer, made["k"], rotary.keys, rotary.interleaved, "k")
-    if attention.qk_norm == "behind_rope":
-        norm_qk(attention.qk_norm_weight)
-    if attention.v_norm and "v" in made:
-        made["v"] = writer.norm(made["v"], "v_norm", layer, "v", "none")
+    cache = KV(writer.name("layer", kv_layer), Type(writer.cache_dtype, (2, required(attention.kv_heads), dim)), window)
+    made, gate = project(writer, h, attention, layer, reads_kv=kv_layer != layer)
+    made = rotate_heads(writer, made, attention, rotary, layer)
     if value_dim < dim and "v" in made:  # a cache keeps keys and values of one size
         made["v"] = writer.call(ops.pad, made["v"], size=dim, name="v")
     if kv_layer != layer:
         made["k"], made["v"] = kept_in(writer, cache)
-    more: list[Recipe | None] = [None] * 4
-    if attention.sinks:
-        more[0] = W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))
-    if cache.type.dtype == "fp8_e4m3":
-        more[1:3] = (scale_of(writer, role, kv_layer) for role in ("k_scale", "v_scale"))
-    if attention.alibi != "none":
-        more[3] = alibi_slopes(heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
-    while more and more[-1] is None:
-        more.pop()
     chunked = {"chunked": True} if attention.chunked and window is not None else {}
     a = writer.call(
-        ops.attention, *map(made.__getitem__, "qkv"), cache, *more, scale=required(attention.scale), window=window,
-        softcap=attention.softcap, **chunked, name="a",
+        ops.attention, *map(made.__getitem__, "qkv"), cache, *more_of_scores(writer, attention, cache, layer, kv_layer),
+        scale=required(attention.scale), window=window, softcap=attention.softcap, **chunked, name="a",
     )  # fmt: skip
     if value_dim < dim:
         a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
@@ -96,8 +51,81 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     if attention.gate == "element":
         gate = writer.linear(h, "o_gate", heads * value_dim, False, layer)
     if attention.gate in ("query", "element"):
-        a = weigh(writer, a, gate, attention)
+        a = weigh(writer, a, required(gate), attention)
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
+
+
+def project(
+    writer: Writer, h: Node, attention: AttentionConfig, layer: int, *, reads_kv: bool
+) -> tuple[dict[str, Node], Node | None]:
+    """q [T, N, D], k [T, K, D] and v [T, K, U] by name, and the gate [T, N D] that is stored with q, if there is one.
+
+    reads_kv: there is q only, since the layer reads the KV of another one
+    """
+    heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * (attention.value_dim or dim)}
+    rows = {role: rows[role] for role in attention.qkv_order if role == "q" or not reads_kv}
+    if attention.k_is_v:
+        rows.pop("v", None)
+    made: dict[str, Node] = {}
+    gate: Node | None = None
+    if attention.gate == "query":  # one stored tensor has queries and gates of the first head, then of the next
+        made["q"], gate = writer.linears(h, {"q": rows.pop("q"), "q_gate": heads * dim}, attention.bias, layer, heads)
+        made |= zip(rows, writer.linears(h, rows, attention.bias, layer), strict=True)
+    else:
+        made |= zip(rows, writer.linears(h, rows, attention.bias, layer, attention.qkv_chunks), strict=True)
+    made = {role: made[role] for role in "qkv" if role in made}
+    if attention.adapter_rank is not None:
+        made = dict(zip(made, writer.adapt(h, attention.adapter_rank, layer, **made), strict=True))
+    if attention.qk_norm == "whole":
+        made |= norm_qk(writer, made, layer)
+    if attention.clip is not None:
+        made = {name: writer.call(ops.clamp, x, limit=attention.clip, name=name) for name, x in made.items()}
+    for name, x in made.items():
+        made[name] = writer.call(ops.split_heads, x, heads=heads if name == "q" else kv_heads, name=name)
+    if "k" in made:
+        made.setdefault("v", made["k"])
+    return made, gate
+
+
+def rotate_heads(
+    writer: Writer, made: dict[str, Node], attention: AttentionConfig, rotary: Rotary | None, layer: int
+) -> dict[str, Node]:
+    """q, k and v with the norms of heads and the rope."""
+    if attention.qk_norm == "per_head":
+        made |= norm_qk(writer, made, layer, attention.qk_norm_weight)
+    if rotary is not None:
+        made["q"] = rotate(writer, made["q"], rotary.queries, rotary.interleaved, "q")
+        if "k" in made:
+            made["k"] = rotate(writer, made["k"], rotary.keys, rotary.interleaved, "k")
+    if attention.qk_norm == "behind_rope":
+        made |= norm_qk(writer, made, layer, attention.qk_norm_weight)
+    if attention.v_norm and "v" in made:
+        made["v"] = writer.norm(made["v"], "v_norm", layer, "v", "none")
+    return made
+
+
+def norm_qk(writer: Writer, made: dict[str, Node], layer: int, weight_of_heads: str = "shared") -> dict[str, Node]:
+    """q and k, normed; weight_of_heads: see `Writer.norm`"""
+    names = [name for name in "qk" if name in made]
+    return {name: writer.norm(made[name], f"{name}_norm", layer, name, weight_of_heads) for name in names}
+
+
+def more_of_scores(
+    writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int
+) -> list[Recipe | None]:
+    """Further arguments of `ops.attention`: sinks, scales of keys and values in fp8, slopes; up to the last one."""
+    sinks = W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
+    roles = ("k_scale", "v_scale")
+    is_scaled = cache.type.dtype == "fp8_e4m3"
+    scales = [scale_of(writer, role, kv_layer) if is_scaled else None for role in roles]
+    slopes = None
+    if attention.alibi != "none":
+        slopes = alibi_slopes(attention.heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
+    more: list[Recipe | None] = [sinks, *scales, slopes]
+    while more and more[-1] is None:
+        more.pop()
+    return more
 
 
 def alibi_slopes(heads: int, scale: float) -> Recipe:

@@ -28,7 +28,7 @@ def test_only_the_object_of_a_method_and_its_programs_name_it():
         "frontend/drafts.py": {"mtp", "eagle3"},
         # the block of a model file that describes a draft
         "config/model_files.py": {"eagle3"},
-        "jobs/port/draft.py": {"eagle3"},
+        "jobs/port/fields.py": {"eagle3"},
         "jobs/port/known.py": {"eagle3"},
     }
 

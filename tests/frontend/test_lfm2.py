@@ -53,7 +53,7 @@ def test_fewer_layers_than_the_checkpoint_has_keep_their_types(tmp_path: Path):
         (
             "lfm2",
             {"layer_types": None, "full_attn_idxs": "all"},
-            "model.layer_types: there is no layer all, the model has 3",
+            "model.layer_types: all is not a list of layers, of 3",
         ),
         ("lfm2", {"conv_L_cache": 1}, "model.blocks.conv.short_conv.taps=1 must be a whole number from 2 to 1024"),
         (

@@ -105,6 +105,16 @@ def test_the_first_file_that_lists_a_ggufs_architecture_is_meant():
     assert choose_model({"gguf_architecture": "llama"}, model_files(), "x.gguf") == "llama"
 
 
+def test_one_file_takes_an_architecture_with_a_model_type():
+    taking = Counter(
+        (name, model_type)
+        for file in automatic()
+        for name in file.spec.get("architectures", ())
+        for model_type in file.spec.get("model_types") or [None]
+    )
+    assert [each for each, files in taking.items() if files > 1] == []
+
+
 def test_a_file_of_the_users_own_does_not_replace_a_shipped_one(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "llama.yaml").write_text("hidden: 1\n")

@@ -207,7 +207,7 @@ def automatic() -> list[ModelFile]:
 def stated(file: ModelFile, key: str) -> Any:
     """The value of a file's key, or of those that it inherits from."""
     chain = with_inherited(file.name, model_files())
-    return next((value for each in chain if (value := each.states(key)) is not None), None)
+    return next((each.states(key) for each in chain if key.partition(".")[0] in each.spec), None)
 
 
 def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):

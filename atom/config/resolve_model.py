@@ -41,6 +41,19 @@ MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that 
 NOT_SCALED = re.compile(r"(per_layer_)?embedding|head|layer|router|.*norm")
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
 SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
+ROPE_FIELDS = {  # that a kind of rope reads, besides kind and theta
+    "linear": ("factor",),
+    "proportional": ("factor",),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "original_max_position", "attention_factor", "short_factor", "long_factor"),
+}  # fmt: skip
+STORED_ROPE = {  # field -> key of config.json, where they differ
+    "kind": "rope_type",
+    "theta": "rope_theta",
+    "original_max_position": "original_max_position_embeddings",
+}
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
@@ -157,12 +170,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
     if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):
         raise UnsupportedError(f"{at}.k_is_v=true: with qkv_chunks or adapter_rank, values are stored; leave it out")
-    parameters = config.hf.get("rope_parameters") or {}
-    by_type = [name for name in parameters if isinstance(parameters[name], dict) and name not in model.branches]
-    if by_type and attention.window_rope is None and attention.rope.kind != "none" and not is_of_full_layers(model, at):
-        raise UnsupportedError(
-            f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
-        )
+    check_ropes_by_type(config, attention, at)
     if attention.kind == "mla" and attention.rope.query_growth and (attention.nope_dim or 0) % 2:
         raise UnsupportedError(f"{at}.rope.query_growth: nope_dim={attention.nope_dim} is odd, queries grow by pairs")
     rotated = attention.rope_dim if attention.kind == "mla" else head_dim
@@ -185,10 +193,34 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     )
 
 
-def is_of_full_layers(model: ModelConfig, at: str) -> bool:
-    """Whether an attention is that of layers of type full_attention only, as its key says."""
+def types_of_attention(model: ModelConfig, at: str) -> set[str | None]:
+    """The types of the layers that have an attention, which its key names."""
     name = "attention" if at == "model.attention" else at.split(".")[2]
-    return {model.layer_type(n) for n in range(model.layers) if name in model.branches_of(n)} == {"full_attention"}
+    return {model.layer_type(layer) for layer in range(model.layers) if name in model.branches_of(layer)}
+
+
+def check_ropes_by_type(config: Config, attention: AttentionConfig, at: str) -> None:
+    """Check that the file reads what config.json has for the ropes of an attention's layer types."""
+    parameters, types = config.hf.get("rope_parameters") or {}, types_of_attention(config.model, at)
+    by_type = [name for name in parameters if isinstance(parameters[name], dict)]
+    unknown = [name for name in by_type if name not in config.model.branches]
+    has_one = attention.window_rope is None and attention.rope.kind != "none"
+    if unknown and has_one and types != {"full_attention"}:
+        raise UnsupportedError(
+            f"{config.checkpoint}: rope of its own for {', '.join(unknown)}, {at}.window_rope is null"
+        )
+    for kind in types & {*by_type, *(["full_attention"] if by_type else [])}:
+        is_full = kind == "full_attention"
+        given = parameters if is_full else parameters[kind]  # that of full_attention is at the top
+        rope = attention.rope if is_full or attention.window_rope is None else attention.window_rope
+        for name in ("kind", "theta", *ROPE_FIELDS.get(given.get("rope_type", "default"), ())):
+            key = STORED_ROPE.get(name, name)
+            default, value = getattr(RopeConfig(), name), given.get(key)
+            same = (None, default, config.model.max_position if name == "original_max_position" else None)
+            if rope.kind != "none" and value not in same and getattr(rope, name) == default:
+                raise UnsupportedError(
+                    f"{config.checkpoint}: rope_parameters.{kind}.{key}={spelled(value)} in its config.json is not read"
+                )
 
 
 def check_multiple(block: BlockSettings, name: str, divisor: str, at: str) -> None:

@@ -672,6 +672,16 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, fields: dict[str
             {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
             "rope of its own for sliding_attention, model.attention.window_rope is null",
         ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default"},
+                    "sliding_attention": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0},
+                },
+            },
+            "rope_parameters.sliding_attention.beta_fast=8.0 in its config.json is not read",
+        ),
         ({"hidden_act": "swish_glu"}, "activation=swish_glu is not supported"),
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"hidden_size": 50}, "hidden=50 is not a multiple of model.attention.heads=4"),

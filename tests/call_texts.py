@@ -90,6 +90,7 @@ def tagged(call: str, parameter: str, between: str = "\n") -> Callable[[Calls], 
             written = (
                 parameter.replace("KEY", key)
                 .replace("IS_STRING", as_json(isinstance(value, str)))
+                .replace("TYPE", "string" if isinstance(value, str) else "object")
                 .replace("VALUE", value if isinstance(value, str) else as_json(value))
                 for key, value in values.items()
             )
@@ -113,6 +114,29 @@ def fields(calls: Calls) -> str:
     return "".join(f"<|tool_call>call:{name}{as_fields(arguments)}<tool_call|>" for name, arguments in calls)
 
 
+TAG = "]<]minimax[>[<"
+
+
+def as_element(key: str, value: Any) -> str:
+    """An element with others in it for an object or a list."""
+    if isinstance(value, Mapping):
+        text = "".join(as_element(*each) for each in value.items())
+    elif isinstance(value, list):
+        text = "".join(as_element("item", each) for each in value)
+    else:
+        text = value if isinstance(value, str) else as_json(value)
+    return f"{TAG}{key}>{text}{TAG}/{key}>"
+
+
+def elements(calls: Calls) -> str:
+    """Each call with its arguments as elements."""
+    written = (
+        f'{TAG}invoke name="{name}">{"".join(as_element(*each) for each in values.items())}{TAG}/invoke>\n'
+        for name, values in calls
+    )
+    return f"{TAG}tool_call>\n{''.join(written)}{TAG}/tool_call>"
+
+
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "json": listed("[TOOL_CALLS] "),
     "tagged_json": each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),
@@ -122,6 +146,16 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "lfm2": python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     "llama4": python("<|python_start|>[", ", ", "]<|python_end|>"),
     "gemma4": fields,
+    "minimax_m3": elements,
+    "kimi_k3": lambda calls: (
+        "<|open|>tools<|sep|>"
+        + tagged(
+            '<|open|>call tool="NAME" index="1"<|sep|>PARAMETERS<|close|>call<|sep|>',
+            '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>',
+            "",
+        )(calls)
+        + "<|close|>tools<|sep|>"
+    ),
     "olmo3": python("<function_calls>", "\n", "</function_calls>"),
     "mistral": each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", ""),
     "granite": listed("<|tool_call|>"),

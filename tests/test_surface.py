@@ -135,8 +135,8 @@ qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe sarvam_mla seed_oss 
 """
 
 TOOL_FORMATS = """
-deepseek_v3 deepseek_v31 deepseek_v32 gemma4 glm45 granite harmony hy_v3 json kimi_k2 lfm2 llama4 longcat minimax_m2 mistral olmo3
-phi4_mini python_tag pythonic qwen3_coder seed_oss tagged_json
+deepseek_v3 deepseek_v31 deepseek_v32 gemma4 glm45 granite harmony hy_v3 json kimi_k2 kimi_k3 lfm2 llama4 longcat minimax_m2 minimax_m3 mistral
+olmo3 phi4_mini python_tag pythonic qwen3_coder seed_oss tagged_json
 """
 
 ENVIRONMENT = {

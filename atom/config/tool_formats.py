@@ -26,9 +26,10 @@ from atom.errors import ConfigError, one_line
 from atom.plugins import package_folders
 
 FIELD = re.compile(r"\{(name|arguments|parameters|json|python|fields|id|key|type|value|index)\}")
-MARKER = re.compile(r"<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token of the checkpoint
+MARKER = re.compile(r"\]<\][a-z]+\[>\[|<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token
 HOLDS = ("{arguments}", "{parameters}", "{json}", "{python}", "{fields}")  # a call has one of these
 NAMED = ("{name}", "{id}")
+ELEMENT = re.compile(r"[^\s{}]+\{key\}[^\s{}]+\{value\}[^\s{}]+\{key\}[^\s{}]+")  # a parameter that may nest
 Replace = Callable[[re.Match[str]], str]
 
 
@@ -55,8 +56,10 @@ class ToolFormat:
     call: tuple[str, ...] = ()  # one call; the first of them that reads it counts
     end: tuple[str, ...] = ()  # any of them may follow the calls
     parameter: str = ""  # one of {parameters}
+    entities: bool = False  # in {key}, " and & are written as &quot; and &amp;
     quote: str = ""  # around strings in {fields}
     id: tuple[str, ...] = ()  # what {id} consists of, if the name is in it
+    content: tuple[str, ...] = ()  # markers of content, left out of it; the first of them begins it
     separator: str = ""  # characters that may be between the calls of a block, besides space
     bare: bool = False  # an answer may begin with a call in JSON or a list, without begin
     tokens: bool = False  # a marker that is a token of the checkpoint counts only as that token, not spelled out
@@ -66,12 +69,12 @@ class ToolFormat:
     @property
     def markers(self) -> list[str]:
         """The texts that may be special tokens of the checkpoint, each once."""
-        whole = [*self.begin, *self.end]
+        whole = [*self.begin, *self.end, *self.content]
         texts = [*whole, *self.call, self.parameter, self.quote]
         if self.channels:
             each = self.channels
             whole = texts = [each.start, each.channel, each.body, *each.end]
-        found = [marker for text in texts for marker in ([text] if text in whole else MARKER.findall(text))]
+        found = [marker for text in texts for marker in (MARKER.findall(text) or ([text] if text in whole else []))]
         return list(dict.fromkeys(filter(None, found)))
 
     def mark(self, mark: str, is_token: Callable[[str], bool]) -> ToolFormat:
@@ -99,6 +102,7 @@ class ToolFormat:
             end=all_marked(self.end),
             parameter=marked(self.parameter),
             quote=marked(self.quote),
+            content=all_marked(self.content),
             channels=channels,
         )
 
@@ -185,6 +189,9 @@ def check_call(made: ToolFormat, call: str, at: str) -> None:
     ):
         example = "<parameter={key}>{value}</parameter>"
         raise ConfigError(f"{at}: parameter: {made.parameter!r} must be texts around {{key}} and {{value}}: {example}")
+    if made.parameter.count("{key}") > 1 and not ELEMENT.fullmatch(made.parameter):
+        example = "<{key}>{value}</{key}>"
+        raise ConfigError(f"{at}: parameter: {made.parameter!r} has {{key}} twice, and is not of this form: {example}")
     if (held[0] == "{fields}") != bool(made.quote):
         raise ConfigError(f"{at}: {{fields}} and quote, which is around its strings, need each other")
 

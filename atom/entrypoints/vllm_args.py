@@ -48,6 +48,8 @@ THINKING = (
 REASONING_PARSERS = {  # vLLM's name -> the markers around what is thought
     **dict.fromkeys(THINKING.split(), THINK),
     "gemma4": ["<|channel>thought", "<channel|>"],
+    "kimi_k3": ["<|open|>think<|sep|>", "<|close|>think<|sep|>"],
+    "minimax_m3": ["<mm:think>", "</mm:think>"],
     "granite": ["Here is my thought process:", "Here is my response:"],
     "mistral": ["[THINK]", "[/THINK]"],
     "seed_oss": ["<seed:think>", "</seed:think>"],

@@ -71,6 +71,14 @@ MEANS: dict[str, list[str]] = {
         "serve.http.tool_calls='glm45'",
         "model.reasoning=['<|channel>thought','<channel|>']",
     ],
+    "--tool-call-parser minimax_m3 --reasoning-parser minimax_m3": [
+        "serve.http.tool_calls='minimax_m3'",
+        "model.reasoning=['<mm:think>','</mm:think>']",
+    ],
+    "--tool-call-parser kimi_k3 --reasoning-parser kimi_k3": [
+        "serve.http.tool_calls='kimi_k3'",
+        "model.reasoning=['<|open|>think<|sep|>','<|close|>think<|sep|>']",
+    ],
     "--reasoning-parser deepseek_r1": ["model.reasoning=['<think>','</think>']"],
     "--distributed-executor-backend mp": ["parallel.launcher='local'"],
     "--distributed-executor-backend uni": [],

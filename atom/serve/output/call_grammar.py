@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from atom.config.tool_formats import FIELD, MARKER, ToolFormat, openers
+from atom.config.tool_formats import ELEMENT, FIELD, MARKER, ToolFormat, openers
+from atom.serve.output.parameter_reader import ENTITIES
 from atom.serve.output.tool_forms import Piece, split_form
 
 SPACE = "/[ \\t\\r\\n]{0,16}/"
@@ -23,6 +24,7 @@ TEXT = "/(?s:.*)/"
 # a call's arguments in Python, to the closing parenthesis: other characters, strings, and parentheses once nested
 _PLAIN = r"""[^()"'\\]|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 PYTHON = rf"/\((?:{_PLAIN}|\((?:{_PLAIN})*\))*\)/"
+ELEMENT_KEY = '/[^<>"\\n\\/][^<>"\\n]{0,199}/'
 HOLDS_SEVERAL = re.compile(r"\{(json|python)\}")
 TokenId = Callable[[str], int | None]  # of a text that is one token of the checkpoint
 
@@ -40,6 +42,12 @@ def call_grammar(
     if tool_format.channels:
         return writer.channels(list(parameters))
     return writer.calls(parameters, is_parallel=is_parallel)
+
+
+def property_names(schema: Any) -> list[str]:
+    """The names of an object's members that its schema lists."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return list(map(str, properties)) if isinstance(properties, Mapping) else []
 
 
 class _Writer:
@@ -69,7 +77,7 @@ class _Writer:
             begin += "?"
         block = self._rule(" ".join(filter(None, (begin, calls, end))))
         several = f"{block} ({SPACE} {block})*" if is_parallel else block
-        return "\n".join([f"start: @answer | {SPACE} {several}", *self._rules])
+        return "\n".join([f"start: {self._answer()} | {SPACE} {several}", *self._rules])
 
     def channels(self, names: Sequence[str]) -> str:
         each = self._format.channels
@@ -83,6 +91,14 @@ class _Writer:
         headers = f'(" " {recipient} {channel} | {channel} " " {recipient})'
         call = f"{headers} {kind} {self._text(each.body)} {self._json({'type': 'object'})}"
         return "\n".join([f"start: {final} @answer | {call}", *self._rules])
+
+    def _answer(self) -> str:
+        """What a constraint says, between the markers of content."""
+        if not self._format.content:
+            return "@answer"
+        first, *others = map(self._text, self._format.content)
+        ends = f" ({SPACE} {self._any(others)})*" if others else ""
+        return f"({first})? @answer{ends}"
 
     def _call(self, form: str, name: str, schema: Any) -> str:
         """A call of one function, in a form that has its name."""
@@ -134,6 +150,8 @@ class _Writer:
         return self._any(forms)
 
     def _parameters(self, schema: Any) -> str:
+        if ELEMENT.fullmatch(self._format.parameter):
+            return self._elements(schema)
         pieces = split_form(self._format.parameter.strip())
         parts: list[str] = []
         for piece in pieces:
@@ -147,6 +165,25 @@ class _Writer:
                 parts.append(self._piece(piece))
         return f"({SPACE} {self._rule(' '.join(parts))})*"
 
+    def _elements(self, schema: Any) -> str:
+        """Parameters whose values may be parameters too, of any names."""
+        before, _, rest = self._format.parameter.partition("{value}")
+        (opens, opened), (closes, closed) = before.split("{key}"), rest.split("{key}")
+        nested = f"rule{next(self._numbers)}"
+
+        def element(key: str, name: str = "") -> str:
+            begin = f"{self._text(opens)} {key} {self._text(opened)}"
+            if not self._pattern.search(closes):
+                end = "" if name else f" {key} {self._text(closed)}"
+                return f"{begin} {self._value(closes + name + closed if name else closes)}{end}"
+            value = f"({TEXT} | ({SPACE} {nested})+ {SPACE})"
+            return f"{begin} {value} {self._text(closes)} {key} {self._text(closed)}"
+
+        known = self._any(element(self._literal(name), name) for name in property_names(schema))
+        if not known or nested in known:
+            self._rules.append(f"{nested}: {element(ELEMENT_KEY)}")
+        return f"({SPACE} {known or nested})*"
+
     def _fields(self, schema: Any) -> str:
         """An object with bare keys and strings in quotes of their own."""
         value = f"rule{next(self._numbers)}"
@@ -159,9 +196,7 @@ class _Writer:
         return f'"{{" ({own} ("," {own})*)? "}}"'
 
     def _key(self, schema: Any) -> str:
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        keys = [self._literal(str(key)) for key in properties] if isinstance(properties, Mapping) else []
-        return self._any(keys) or '/[^<>"\\n]{1,200}/'
+        return self._any(self._literal(self._escape(name)) for name in property_names(schema)) or '/[^<>"\\n]{1,200}/'
 
     def _value(self, stop: str) -> str:
         """Any text up to a stop."""
@@ -180,6 +215,11 @@ class _Writer:
             at = match.end()
         parts.append(self._literal(text[at:]))
         return " ".join(filter(None, parts))
+
+    def _escape(self, key: str) -> str:
+        for entity, char in reversed(ENTITIES.items()) if self._format.entities else ():
+            key = key.replace(char, entity)
+        return key
 
     def _literal(self, text: str) -> str:
         return json.dumps(text, ensure_ascii=False) if text else ""

@@ -21,6 +21,7 @@ from atom.serve.output.tool_forms import Form, read_pieces
 
 KEY = re.compile('[^<>"\\n\ufdd1]*')
 TYPE = re.compile("[a-z]*")
+ENTITIES = {"&quot;": '"', "&amp;": "&"}  # the last one is read last
 AS_TEXT = ("string", "true")  # types of values that are strings as they are written
 
 
@@ -38,7 +39,7 @@ class ParameterReader:
         self._text, self._parameter = text, form.parameter
         self._begin = form.parameter.before[0].text
         self._closers = tuple(filter(None, (close, *form.ends)))
-        self._next_calls = form.begins
+        self._next_calls, self._entities = form.begins, ENTITIES if form.entities else {}
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         self._known = set(properties) if isinstance(properties, Mapping) else set[str]()
 
@@ -83,6 +84,8 @@ class ParameterReader:
         for piece in self._parameter.before:
             if piece.kind == "key":
                 key = check_unicode((yield from text.read(KEY)).strip())
+                for entity, char in self._entities.items():
+                    key = key.replace(entity, char)
             elif piece.kind == "type":
                 self.is_text = (yield from text.read(TYPE)) in AS_TEXT
             else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -57,7 +58,11 @@ class ValueWriter:
 
 def write_value(text: str, schema: Any, key: str) -> str:
     """The JSON of a parameter's value: of a type of its schema if it can be read so, else of a string."""
-    types = find_types_of(schema, key)
+    return write_typed(text, find_types_of(schema, key))
+
+
+def write_typed(text: str, types: set[str]) -> str:
+    """The JSON of a value: of one of these types if it can be read so, else of a string. types: none: any"""
     stripped, may_be_text = text.strip(), not types or "string" in types
     if types != {"string"}:
         with contextlib.suppress(ParseError):
@@ -76,18 +81,21 @@ def write_value(text: str, schema: Any, key: str) -> str:
 
 def find_types_of(schema: Any, key: str) -> set[str]:
     """The types of a parameter; none if its schema does not say."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return set(find_types(properties.get(key) if isinstance(properties, Mapping) else None, schema))
+    return set(find_types(find_member(schema, key), schema))
+
+
+def find_member(schema: Any, key: str) -> Any:
+    """The schema of a member of an object; None if it has none."""
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    other = schema.get("additionalProperties")
+    return properties.get(key, other) if isinstance(properties, Mapping) else other
 
 
 def find_types(schema: Any, root: Any) -> Iterator[str]:
-    """The types that a schema allows; none if it does not say. What references repeat is read once."""
-    seen, waiting = set[int](), [schema]
-    while waiting:
-        each = waiting.pop()
-        if not isinstance(each, Mapping) or id(each) in seen:
-            continue
-        seen.add(id(each))
+    """The types that a schema allows; none if it does not say."""
+    for each in find_options(schema, root):
         given = each.get("type")
         yield from (kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str))
         if each.get("nullable") is True:
@@ -97,6 +105,17 @@ def find_types(schema: Any, root: Any) -> Iterator[str]:
             for value in options if isinstance(options, list) else ():
                 first = json.dumps(value)[0]
                 yield KINDS.get(first, "integer" if isinstance(value, int) else "number")
+
+
+def find_options(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and those that it combines or refers to. What references repeat is read once."""
+    seen, waiting = set[int](), deque([schema])
+    while waiting:
+        each = waiting.popleft()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
         for name in ("anyOf", "oneOf", "allOf"):
             waiting += each[name] if isinstance(each.get(name), list) else ()
         reference = each.get("$ref")

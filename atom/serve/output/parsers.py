@@ -126,13 +126,15 @@ class ChatParsers:
             self._format = read_format("json")
         elif self.tools and self._format is None:
             raise FieldError("tools", why_no_format(config))
+        if not self.tools and not (self._format and self._format.content):
+            self._format = None  # all that is not reasoning is content as it is
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self._plain}
         self._mark_tokens(tokenizer)
 
     def _mark_tokens(self, tokenizer: Tokenizer | None) -> None:
         """Put a mark before markers that are tokens of the checkpoint, if a format counts only tokens as markers."""
-        formats = [each for each in (self._channels, self._format if self.tools else None) if each]
-        seen = markers(self._format if self.tools else None, None if self._channels else self._reasoning)
+        formats = [each for each in (self._channels, self._format) if each]
+        seen = markers(self._format, None if self._channels else self._reasoning)
         self._visible = list(dict.fromkeys([*markers(self._channels, None), *seen]))
         self._is_marked = tokenizer is not None and any(each.tokens for each in formats)
         if tokenizer is None or not self._is_marked:
@@ -175,7 +177,8 @@ class ChatParsers:
         if not self._reasoning:
             return None
         first, last = (text.replace(MARK, "") for text in self._reasoning)
-        if prompt.rstrip().endswith(last):
+        contents = self._plain_format.content[:1] if self._plain_format else ()
+        if prompt.rstrip().endswith((last, *contents)):
             return None
         return {"begin": "" if is_opened(prompt, (first, last)) else first, "end": last}
 
@@ -205,7 +208,7 @@ class ChatParsers:
             plain = tags[0].replace(MARK, ""), tags[1]
             ends = [each for each in openers(self._format) if MARK in each] if self.tools and self._format else []
             splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, plain), ends=ends)
-        if self.tools:
+        if self._format or self._named:
             reader = CallReader(
                 self._format if not self._named else None,
                 self._schemas,

@@ -32,6 +32,11 @@ class Parameter(NamedTuple):
     value: Piece
     rest: list[Piece]  # after the text that ends the value
 
+    @property
+    def is_element(self) -> bool:
+        """Whether its end repeats the key, so that its value may be such parameters too."""
+        return any(piece.kind == "key" for piece in self.rest)
+
 
 class Form(NamedTuple):
     """A format, made ready to be read."""
@@ -39,6 +44,7 @@ class Form(NamedTuple):
     openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
     calls: list[list[Piece]]
     parameter: Parameter | None
+    entities: bool  # keys have them
     quote: str  # around strings in fields
     begins: tuple[str, ...]  # texts with which another call begins
     ends: tuple[str, ...]  # texts after the calls
@@ -59,7 +65,15 @@ def make_form(tool_format: ToolFormat) -> Form:
     parameter = split_parameter(tool_format.parameter.strip()) if tool_format.parameter else None
     begins = (*firsts, *(call[0].text for call in calls if call[0].kind == "text"))
     return Form(
-        firsts, calls, parameter, tool_format.quote, begins, tool_format.end, list(map(re.compile, ids)), between
+        firsts,
+        calls,
+        parameter,
+        tool_format.entities,
+        tool_format.quote,
+        begins,
+        tool_format.end,
+        list(map(re.compile, ids)),
+        between,
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from atom.config.tool_formats import ToolFormat
 from atom.serve.output.call_deltas import CallDeltas, ToolDelta, new_call_id
+from atom.serve.output.element_reader import ElementReader
 from atom.serve.output.field_reader import FieldReader
 from atom.serve.output.incremental_json import (
     JSON_DIGITS,
@@ -142,11 +143,14 @@ class CallReader:
             if not form.openers:
                 yield from self._read_content()
                 return
-            opener = yield from text.move_until(tuple(form.openers), self._content)
+            opener = yield from text.move_until((*form.openers, *tool_format.content), self._content)
             if opener is None:
                 return
-            is_call = True
-            if form.openers[opener]:
+            is_call = opener in form.openers
+            if not is_call:
+                text.move(text.at - len(opener), self._content)  # newlines ahead of it
+                text.take(len(opener))
+            elif form.openers[opener]:
                 text.at -= len(opener)
 
     def _read_content(self) -> Reading[None]:
@@ -252,11 +256,19 @@ class CallReader:
         """
         text, schema = self._text, self._schemas.get(self._call.name or "")
         close = next((piece.text for piece in tail if piece.kind == "text"), "")
-        parameters = ParameterReader(text, form, close, schema)
+        assert form.parameter is not None, "such a form has parameters"
+        parameters: ElementReader | ParameterReader = (
+            ElementReader(text, form, close, schema)
+            if form.parameter.is_element
+            else ParameterReader(text, form, close, schema)
+        )
         while (yield from parameters.is_next()):
             key = yield from parameters.read_key()
             self._begin_call()
             self._deltas.add(f"{'{' if len(parameters.keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+            if isinstance(parameters, ElementReader):
+                yield from parameters.write_value(self._deltas.add)
+                continue
             writer = ValueWriter(schema, key, self._deltas.add, is_text=parameters.is_text)
             is_whole = yield from parameters.read_value(writer.push)
             writer.finish(is_whole=is_whole)

@@ -30,7 +30,7 @@ TOOLS = {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "object"}},
     },
-    "get_weather": {"type": "object"},
+    "get_weather": {"type": "object", "properties": {"d": {"type": "array"}}},
 }
 # formats, also of models whose markers are tokens
 NAMES = [*WRITERS, *(name + MARK for name in WRITERS if read_format(name).tokens)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serve.output.test_tool_formats import TOOLS, WRITTEN
+from serve.output.test_tool_formats import TOOLS, WRITTEN, element, m3
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -66,6 +66,24 @@ def test_an_answer_with_a_format_may_be_that_or_calls(name: str, has_markers: bo
     assert not accepts(name, one_call(name).replace("get_weather", "nobody"), has_markers=has_markers)
     assert not accepts(name, answer_of(name).replace("cat", "cow"), has_markers=has_markers)
     assert not accepts(name, "Sure.", has_markers=has_markers)
+
+
+@pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "texts"])
+def test_elements_may_nest(has_markers: bool):
+    places = m3(element("places", element("item", element("name", "x"), element("size", "3"))))
+    assert accepts("minimax_m3", places, has_markers=has_markers)
+    assert not accepts("minimax_m3", places.replace("places", "other"), has_markers=has_markers)
+    if has_markers:
+        assert not accepts("minimax_m3", places.replace("</item>", ""), has_markers=True)
+
+
+@pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "texts"])
+def test_an_answer_with_a_format_may_have_the_markers_of_content(has_markers: bool):
+    start, end, message = read_format("kimi_k3").content
+    for text in (start + answer_of("kimi_k3") + end + message, answer_of("kimi_k3") + end):
+        assert accepts("kimi_k3", text, has_markers=has_markers)
+        assert not accepts("kimi_k3", text.replace("cat", "cow"), has_markers=has_markers)
+    assert not accepts("kimi_k3", f"{start}Sure.{end}", has_markers=has_markers)
 
 
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony"}))

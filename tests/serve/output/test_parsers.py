@@ -105,6 +105,38 @@ def test_a_marker_may_be_a_special_token_and_a_label(config: Config):
     assert (answer.reasoning, answer.content) == ("", "Four.")
 
 
+K3_THINKS = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
+ANSWERED = (
+    "Two and two.<|close|>think<|sep|><|open|>response<|sep|>Four.<|close|>response<|sep|><|close|>message<|sep|>"
+)
+
+
+@pytest.mark.parametrize("tools", [None, ["f"]], ids=["plain", "tools"])
+def test_markers_of_content_are_left_out_after_reasoning(config: Config, tools: list[str] | None):
+    """As vllm/reasoning/kimi_k3_reasoning_parser.py (0.33.0) reads these texts."""
+    kimi = replace(config, model=replace(config.model, tool_calls="kimi_k3", reasoning=list(K3_THINKS)))
+    parsers = ChatParsers(kimi, [tool(name) for name in tools] if tools else None, None)
+    assert {"<|open|>", "<|close|>", "<|sep|>"} <= set(
+        parsers.constrain(SamplingParams(), "prompt").visible_tokens or ()
+    )
+    for text, prompt in ((K3_THINKS[0] + ANSWERED, "prompt"), (ANSWERED, f"prompt{K3_THINKS[0]}")):
+        answer = parsers.read(text, prompt)
+        assert (answer.reasoning, answer.content, answer.calls) == ("Two and two.", "Four.", [])
+    opened = "prompt<|open|>response<|sep|>"  # it does not think
+    assert parsers.read("Four.<|close|>response<|sep|>", opened)[:2] == ("Four.", "")
+    wanted = SamplingParams(structured_outputs={"json_object": True})
+    assert parsers.constrain(wanted, opened).reasoning is None
+    assert parsers.constrain(wanted, f"prompt{K3_THINKS[0]}").reasoning == {"begin": "", "end": K3_THINKS[1]}
+
+
+def test_without_tools_a_call_of_a_format_with_markers_of_content_is_text(config: Config):
+    kimi = replace(config, model=replace(config.model, tool_calls="kimi_k3", reasoning=list(K3_THINKS)))
+    text = '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+    assert (
+        ChatParsers(kimi, None, None).read(f"Well.<|close|>response<|sep|>{text}", "prompt").content == f"Well.{text}"
+    )
+
+
 def test_a_forced_call_constrains_the_answer_to_its_arguments(config: Config):
     named = NamedTool.model_validate({"type": "function", "function": {"name": "f"}})
     parsers = ChatParsers(config, [tool("f"), tool("g")], named)

@@ -24,9 +24,13 @@ PARAMETERS = {
     "at": {"$ref": "#/$defs/Place"},
     "now": {"type": "boolean"},
     "often": {"$ref": "#/$defs/Often"},
+    "places": {"type": "array", "items": {"$ref": "#/$defs/Spot"}},
+    "sizes": {"type": "object", "additionalProperties": {"type": "integer"}},
 }
 OFTEN = {"anyOf": [{"$ref": "#/$defs/Often"}] * 99 + [{"type": "integer"}]}  # a schema of endless depth
-SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": {"Place": {"type": "object"}, "Often": OFTEN}}
+SPOT = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}}
+DEFINITIONS = {"Place": {"type": "object"}, "Often": OFTEN, "Spot": SPOT}
+SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": DEFINITIONS}
 TOOLS = {"get_weather": SCHEMA, "f": {"type": "object", "properties": {}}}
 CALLS = [("get_weather", {"city": "Paris", "days": 3}), ("f", {})]
 
@@ -66,6 +70,11 @@ WRITTEN = {
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
     "</｜DSML｜function_calls>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>'
+    ']<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n]<]minimax[>[<invoke name="f">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Paris'
+    '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="f" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
     "phi4_mini": 'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "f", "arguments": {}}]',
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city": "Paris", "days": 3}<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>',
@@ -173,7 +182,7 @@ def test_parameters_are_read_by_what_goes_on_after_them(tool_format: Any, text: 
         assert num_calls == len(calls)
 
 
-GEMMA, DSML = (read_format(name) for name in ("gemma4", "deepseek_v32"))
+GEMMA, DSML, M3, K3 = (read_format(name) for name in ("gemma4", "deepseek_v32", "minimax_m3", "kimi_k3"))
 
 
 def dsml(key: str, is_string: str, value: str, block: str = "tool_calls") -> str:
@@ -181,6 +190,28 @@ def dsml(key: str, is_string: str, value: str, block: str = "tool_calls") -> str
     parameter = f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>'
     call = f'<｜DSML｜invoke name="get_weather">\n{parameter}\n</｜DSML｜invoke>'
     return f"<｜DSML｜{block}>\n{call}\n</｜DSML｜{block}>"
+
+
+TAG = "]<]minimax[>[<"
+
+
+def element(key: str, *inside: str) -> str:
+    return f"{TAG}{key}>{''.join(inside)}{TAG}/{key}>"
+
+
+def m3(*elements: str) -> str:
+    call = f'{TAG}invoke name="get_weather">{"".join(elements)}{TAG}/invoke>'
+    return f"{TAG}tool_call>\n{call}\n{TAG}/tool_call>"
+
+
+def k3(key: str, kind: str, value: str) -> str:
+    """A call with one argument, after empty content."""
+    argument = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+    call = f'<|open|>call tool="get_weather" index="1"<|sep|>{argument}<|close|>call<|sep|>'
+    return f"<|close|>response<|sep|><|open|>tools<|sep|>{call}<|close|>tools<|sep|><|close|>message<|sep|>"
+
+
+SPOTS = (element("item", element("name", name), element("size", size)) for name, size in (("x", "3"), ("5", "4")))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +226,23 @@ def dsml(key: str, is_string: str, value: str, block: str = "tool_calls") -> str
         (DSML, dsml("city", "true", "3"), {"city": "3"}),
         (DSML, dsml("at", "false", '{"lat": 1}'), {"at": {"lat": 1}}),
         (DSML, dsml("units", "true", "3", "function_calls"), {"units": "3"}),
+        (M3, m3(element("city", 'a <b> "c"\n'), "\n", element("units", "null"), element("now", "true"), "\n"),
+         {"city": 'a <b> "c"\n', "units": None, "now": True}),
+        (M3, m3(element("places", *SPOTS)), {"places": [{"name": "x", "size": 3}, {"name": "5", "size": 4}]}),
+        (M3, m3(element("places"), element("at"), element("city")), {"places": [], "at": {}, "city": ""}),
+        (M3, m3(element("at", '{"lat": 1}')), {"at": {"lat": 1}}),
+        (M3, m3(element("at", "so ", element("name", "x"), "so")), {"at": {"name": "x", "$text": "so so"}}),
+        (M3, m3(element("at", element("name", "x"), element("name", "y"))), {"at": {"name": ["x", "y"]}}),
+        (M3, m3(element("sizes", element("width", "3"))), {"sizes": {"width": 3}}),
+        (K3, k3("city", "string", ' a "b"\n'), {"city": ' a "b"\n'}),
+        (K3, k3("units", "string", "3"), {"units": "3"}),
+        (K3, k3("other", "number", "3"), {"other": 3}),
+        (K3, k3("places", "array", '[1, "a"]'), {"places": [1, "a"]}),
+        (K3, k3("a&quot;b &amp;amp; c", "string", "3"), {'a"b &amp; c': "3"}),
     ],
 )  # fmt: skip
 def test_a_call_has_the_arguments_that_vllm_reads(tool_format: Any, text: str, arguments: dict[str, Any]):
-    """As the parsers gemma4, glm47, deepseek_v4 and deepseek_v32 of vLLM 0.33.0 read these texts with the same tools."""
+    """As the parsers gemma4, glm47, deepseek_v4, deepseek_v32, minimax_m3 and kimi_k3 of vLLM 0.33.0 read these texts."""
     for pieces in ([text], list(text)):
         content, _, found, num_calls = read(tool_format, pieces)
         assert (content, num_calls) == ("", 1)
@@ -210,6 +254,73 @@ def test_values_within_others_keep_their_types():
     text = '<|tool_call>call:get_weather{at:{lat:48.5,name:<|"|>x<|"|>,deep:{ok:true,list:[1,<|"|>a<|"|>,none]}}}<tool_call|>'
     (call,) = read(GEMMA, [text])[2]
     assert json.loads(call[2]) == {"at": {"lat": 48.5, "name": "x", "deep": {"ok": True, "list": [1, "a", "none"]}}}
+    (call,) = read(M3, [m3(element("at", element("lat", "48.5"), element("deep", element("ok", "true"))))])[2]
+    assert json.loads(call[2]) == {"at": {"lat": 48.5, "deep": {"ok": True}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "content"),
+    [
+        (m3(element("city", "Par")).partition("Par")[0] + "Par", '{"city": "Par', ""),
+        (m3(element("at", element("lat", "1"), element("name", "Par"))).partition("Par")[0] + "Par", '{"at": {"lat": 1, "name": "Par', ""),
+        (m3(element("places", element("item", element("size", "3")))).partition("3")[0] + "3", '{"places": [{"size": 3', ""),
+        (m3(element("days", "3"), element("days", "4")), '{"days": 3', f"{element('days', '4')}{TAG}/invoke>\n{TAG}/tool_call>"),
+        (m3(element("at", f"x{TAG}/b>")), '{"at": ', f"x{TAG}/b>{TAG}/at>{TAG}/invoke>\n{TAG}/tool_call>"),
+    ],
+)  # fmt: skip
+def test_elements_that_break_off_are_an_incomplete_call(text: str, arguments: str, content: str):
+    for pieces in ([text], list(text)):
+        found, _, calls, num_calls = read(M3, pieces)
+        assert ([each for *_, each in calls], num_calls) == ([arguments], 0)
+        assert found == content
+
+
+def test_a_string_of_elements_ends_with_the_call_if_its_end_is_left_out():
+    text = m3(element("city", element("b", "Paris"))).replace(f"{TAG}/city>", "")
+    for pieces in ([text], list(text)):
+        content, _, calls, num_calls = read(M3, pieces)
+        assert (content, [json.loads(each) for *_, each in calls]) == ("", [{"city": element("b", "Paris")}])
+        assert num_calls == 1
+
+
+def test_strings_of_elements_are_streamed_and_others_sent_whole():
+    reader = make_reader(M3)
+    assert reader.push(f'{TAG}tool_call>{TAG}invoke name="get_weather">{TAG}city>Par') == (
+        "",
+        [(0, "id1", "get_weather", '{"city": "Par')],
+    )
+    assert reader.push(f"is{TAG}/city")[1] == [(0, None, None, "is")]
+    assert reader.push(f">{TAG}at>{TAG}lat>1{TAG}/lat>")[1] == [(0, None, None, '", "at": ')]
+    assert reader.push(f"{TAG}/at>")[1] == [(0, None, None, '{"lat": 1}')]
+    assert sum(reader.whole) == 0
+    assert reader.push(f"{TAG}/invoke>")[1] == [(0, None, None, "}")]
+    assert sum(reader.whole) == 1
+
+
+@pytest.mark.parametrize(("written", "expected"), [('{"city": "Paris"}', [{"city": "Paris"}]), ("oops", [])])
+def test_arguments_may_be_one_element_of_json(written: str, expected: list[dict[str, str]]):
+    """As Kimi K3's encoding_k3.py writes arguments that it has as a text only."""
+    block = f'<|open|>json type="object"<|sep|>{written}<|close|>json<|sep|><|close|>call<|sep|>'
+    text = f'<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>{block}<|close|>tools<|sep|>'
+    for pieces in ([text], list(text)):
+        content, _, calls, num_calls = read(K3, pieces)
+        assert ([json.loads(each) for *_, each in calls], num_calls) == (expected, len(expected))
+        assert content == ("" if expected else text)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<|open|>response<|sep|>Four.<|close|>response<|sep|><|close|>message<|sep|>", "Four."),
+        ("Four.\n<|close|>response<|sep|>", "Four.\n"),
+        ("<|open|>response<|sep|>\nI look.<|close|>response<|sep|>" + WRITTEN["kimi_k3"] + "<|close|>message<|sep|>", "\nI look."),
+        ("Four<|close|>respond", "Four<|close|>respond"),
+    ],
+)  # fmt: skip
+def test_markers_of_content_are_left_out(text: str, content: str):
+    """As KimiK3ToolParser of vLLM 0.33.0 reads these texts, but the last."""
+    for pieces in ([text], list(text)):
+        assert read(K3, pieces)[0] == content
 
 
 @pytest.mark.parametrize(
@@ -333,6 +444,11 @@ def test_channels_are_reasoning_and_content(text: str, expected: tuple[str, str]
         ("'<|tool_call>call:' + function['name'] + '{'", "gemma4"),
         ("<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "hy_v3"),
         ("List of tools: <|tool_list_start|>[", "lfm2"),
+        (
+            "{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token }}<tool_call>{{ ns_token }}<invoke name={{ ns_token }}</tool_call>",
+            "minimax_m3",
+        ),
+        ("<|open|>tools<|sep|>{{ calls }}<|close|>tools<|sep|>", "kimi_k3"),
         ("{{ message.content }}", None),
     ],
 )
@@ -364,6 +480,7 @@ def test_the_format_of_the_docs_is_read(tmp_path: Path):
         ("{begin: <a>, call: '{name} {parameters}'}", "must be texts around {key} and {value}"),
         ("{call: '{json}'}", "nothing at its beginning distinguishes"),
         ("{begin: [<a>, <a>b], call: '{json}'}", "begins with"),
+        ("{begin: <a>, call: '{name} {parameters}', parameter: '<{key}> {value} </{key}>'}", "has {key} twice"),
         ("{channels: {start: a}}", "is missing"),
     ],
 )

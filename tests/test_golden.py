@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
 ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
 TEXTS = {
+    "cosmos3_edge",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atom.checkpoint.modules import reads_more
 from atom.config import Config
 from atom.config.limits import EngineLimits
 from atom.process.messages import say
@@ -24,8 +25,9 @@ def report_engine(
     say(_describe_pool(kinds, num_blocks, limits, config.serve.block_size))
     if host is not None:
         say(_describe_host(host, config.serve.block_size))
-    if "vision_config" in config.hf:
-        say(f"{config.checkpoint} also reads images; here only its text model runs")
+    if reads_more(config.hf):
+        more = "images" if config.hf.get("vision_config") is not None else "sound"
+        say(f"{config.checkpoint} also reads {more}; here only its text model runs")
     for text in (_describe_unread_rope(config), _describe_sampling(config)):
         if text:
             say(text)

@@ -19,6 +19,7 @@ from typing import Any
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_INDEX, map_file, read_file
+from atom.checkpoint.modules import reads_more
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.dtypes import BY_SAFETENSORS, DTYPES
@@ -27,14 +28,15 @@ from atom.errors import CheckpointError, UnsupportedError
 MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
-OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with a text_config; the head is outside that model
-VISION = "vision_config"  # what config.json has of a model that also reads images
+OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with one for its text; the head is outside that model
+TEXT_CONFIGS = ("text_config", "llm_config")  # objects in config.json with the fields of a whole model's text
 NO_TEXT = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
     r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector"
-    r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio)(\.|$)"
+    r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio|layerwise_projectors|spatial_projectors"
+    r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm)(\.|$)"
 )
-TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.)|(model\.)(?:language|text)_model\.)")
+TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.|backbone\.)|(model\.)(?:language|text)_model\.)")
 POOLING = {  # sentence-transformers' names
     "pooling_mode_lasttoken": "LAST",
     "pooling_mode_mean_tokens": "MEAN",
@@ -63,7 +65,7 @@ class FolderCheckpoint(Checkpoint):
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
-        if VISION in self.config:
+        if reads_more(self.config):
             stored = {ours: entry for name, entry in stored.items() if (ours := text_name(name)) is not None}
         if self._has_no_head(stored):
             stored = {f"model.{name}": entry for name, entry in stored.items()}
@@ -76,7 +78,7 @@ class FolderCheckpoint(Checkpoint):
         names = self._stored_names()
         if self._has_no_head(names):
             return {f"model.{name}" for name in names}
-        return {ours for name in names if (ours := text_name(name))} if VISION in self.config else names
+        return {ours for name in names if (ours := text_name(name))} if reads_more(self.config) else names
 
     def _stored_names(self) -> Collection[str]:
         if self.tensors:
@@ -142,12 +144,15 @@ def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
 
     The first are speculators'; the second have the text's own values, but for those that only the whole has.
     """
-    inner, text = config.get("transformer_layer_config"), config.get("text_config")
-    if isinstance(text, dict):
+    inner = config.get("transformer_layer_config")
+    at = next((key for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), None)
+    if at is not None:
         own = {
-            key: value for key, value in text.items() if value is not None and not (key in OF_WHOLE and key in config)
+            key: value
+            for key, value in config[at].items()
+            if value is not None and not (key in OF_WHOLE and key in config)
         }
-        return {key: value for key, value in config.items() if key != "text_config"} | own
+        return {key: value for key, value in config.items() if key != at} | own
     return {**inner, **config} if isinstance(inner, dict) else config
 
 

@@ -52,6 +52,14 @@ def generalize(module: str) -> str:
     return re.sub("[0-9]+", "[0-9]+", re.escape(module))
 
 
+READS_MORE = ("vision_config", "audio_config", "sound_config")
+
+
+def reads_more(config: Mapping[str, Any]) -> bool:
+    """Whether a model also reads images or sound, by its config.json."""
+    return any(config.get(key) is not None for key in READS_MORE)
+
+
 LANGUAGE_MODEL = re.compile(r"\.?language_model$|language_model(?:\\\.|\[\.\]|\.(?![*+?{]))?")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from atom.checkpoint.modules import check_pattern, text_pattern
+from atom.checkpoint.modules import check_pattern, reads_more, text_pattern
 from atom.checkpoint.typed_config import KEY, UNPACKED, TypedConfig
 from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
@@ -47,7 +47,7 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
         fault = f"{KEY}.quant_method={json.dumps(method)} is not supported (supported: {', '.join(READERS)})"
         raise UnsupportedError(f"{fault}; {UNPACKED}")
     read = READERS[method](TypedConfig(config, names=names))
-    if "vision_config" not in hf:
+    if not reads_more(hf):
         return read
     formats = {text_pattern(pattern): fmt for pattern, fmt in read.formats.items()}
     return replace(read, plain=[text_pattern(pattern) for pattern in read.plain], formats=formats)

@@ -147,6 +147,10 @@ def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> Non
         ("model.merger.mlp.0.linear_1.bias", None),
         ("mlp1.0.weight", None),
         ("image_newline", None),
+        ("language_model.backbone.layers.0.norm.weight", "backbone.layers.0.norm.weight"),
+        ("sound_encoder.encoder.layers.0.norm.weight", None),
+        ("model.vq_adaptor.layers.0.weight", None),
+        ("model.layerwise_projectors.0.norm.weight", None),
     ],
 )
 def test_names_of_the_text_are_those_of_the_text_model(stored: str, ours: str | None) -> None:

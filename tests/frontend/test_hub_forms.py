@@ -40,6 +40,7 @@ class HubForm(NamedTuple):
     edit: Callable[[Tensors], Tensors] = dict  # of what names do not say
     in_bf16: tuple[str, ...] = ()  # ends of names of tensors that are stored in bf16
     zeros: tuple[str, ...] = ()  # ends of names of tensors that are not stored, and 0
+    inner: str = ""  # key of config.json with the text's fields, of a model that also reads images
     overrides: tuple[str, ...] = ()
 
 
@@ -53,6 +54,25 @@ def with_images(tensors: Tensors) -> Tensors:
         "model.vision_embedder.patch_dense.weight",
         "model.audio_tower.output_proj.weight",
         "model.embed_audio.embedding_projection.weight",
+    )
+    return tensors | {name: torch.zeros(4) for name in names}
+
+
+def with_generator(tensors: Tensors) -> Tensors:
+    """Also tensors of the part that makes images."""
+    names = ("layers.0.mlp_moe_gen.up_proj.weight", "layers.1.self_attn.add_q_proj.weight", "layers.1.self_attn.norm_added_k.weight",
+             "layers.1.self_attn.k_norm_und_for_gen.weight", "layers.2.self_attn.to_add_out.weight", "norm_moe_gen.weight", "proj_in.weight",
+             "time_embedder.linear_1.bias", "action_modality_embed", "action_proj_in.fc.weight", "model.visual.embeddings.weight")  # fmt: skip
+    return tensors | {name: torch.zeros(4) for name in names}
+
+
+def with_sound(tensors: Tensors) -> Tensors:
+    """Also tensors of what reads images and sound, as Nemotron Omni has them."""
+    names = (
+        "mlp1.0.weight",
+        "sound_encoder.encoder.norm.weight",
+        "sound_projection.norm.weight",
+        "vision_model.radio_model.a.weight",
     )
     return tensors | {name: torch.zeros(4) for name in names}
 
@@ -543,6 +563,22 @@ FORMS = {
         edit=lambda tensors: fused(tensors, "self_attn.W_pack"),
         overrides=("model.assumes.vocab_size=101",),
     ),
+    "cosmos3_edge": HubForm(
+        f"{VLLM}/cosmos3_edge.py; nvidia/Cosmos3-Edge",
+        variant="arcee",
+        changes={"rope_parameters": {**ROPE, "rope_theta": 1e8, "mrope_section": [4, 6, 6]}},
+        fields={"architectures": ["Cosmos3EdgeForConditionalGeneration"], "model_type": "cosmos3_edge_text"},
+        names={r"model\.": "", "_proj.weight": ".weight", r"self_attn\.": "self_attn.to_", "to_o": "to_out", r"mlp\.(up|down)": r"mlp.\1_proj"},
+        edit=with_generator,
+    ),
+    "nemotron_h_omni": HubForm(
+        f"{VLLM}/nano_nemotron_vl.py; nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning",
+        variant="nemotron_h_experts",
+        fields={"architectures": ["NemotronH_Nano_VL_V2"]},
+        inner="llm_config",
+        names={"^": "language_model."},
+        edit=with_sound,
+    ),
     "sarvam_mla": HubForm(
         "python/sglang/srt/models/sarvam_moe.py; sarvamai/sarvam-105b",
         fields={"architectures": ["SarvamMLAForCausalLM"], "num_experts": 8, "num_shared_experts": 2, "score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -564,8 +600,10 @@ def write_form(name: str, form: HubForm, folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if not form.only and key not in form.without} | form.fields
     if "architectures" in config and config["architectures"][0].endswith("ForConditionalGeneration"):
+        form = form._replace(inner="text_config")
+    if form.inner:
         outer = {key: config[key] for key in ("architectures", "tie_word_embeddings")}
-        config = {**outer, "text_config": config, "vision_config": {"depth": 1}}
+        config = {**outer, form.inner: config, "vision_config": {"depth": 1}}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     for pattern, replacement in form.names.items():

@@ -35,6 +35,11 @@ def conf(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_worked_example_is_the_shipped_file(conf: Path):
+    shown, shipped = (folder / "model" / "aria.yaml" for folder in (conf, DOC.parents[1] / "conf"))
+    assert shipped.read_text().partition("\n")[2] == shown.read_text()
+
+
 TOWER = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -184,6 +184,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Model files that put blocks together which those above have; one test holds each against transformers.
 COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "aria": ("AriaTextConfig", {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "afmoe": ("AfmoeConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9, "mup_enabled": True, "route_scale": 2.5,
                               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "bailing_moe_v2": ("SarvamMoEConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "n_group": 2, "topk_group": 1}),

@@ -33,6 +33,7 @@ TEXTS = {
     "llava",
     "llava_mistral",
     "mistral4",
+    "mllama",
     "paddleocr_vl",
     "step3p5",
 }  # of models that read images

@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 112  # of the served ones, when this was last looked at
+NUM_RUNNING = 113  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -37,10 +37,13 @@ MAPPED = {name for _, name in (*pairs(CAUSAL), *pairs(IMAGES))}
 RUNS = [(kind, name) for kind, name in pairs(CAUSAL) if name in LISTED and not name.endswith(SHARED)]
 
 
+TEXTS = [("MllamaTextConfig", {"cross_attention_layers": [0, 2], "bos_token_id": 0, "eos_token_id": 0})]
+
+
 def config_of(kind: str) -> Any:
     """A tiny config of a model type: of tests/tiny.py if it has one, else its default with small sizes."""
     text = transformers.CONFIG_MAPPING[kind]().get_text_config(decoder=True)
-    known = (tiny.VARIANTS | tiny.COMBINED | tiny.RECURRENT).values()
+    known = (*TEXTS, *(tiny.VARIANTS | tiny.COMBINED | tiny.RECURRENT).values())
     changes = next((changes for name, changes in known if name == type(text).__name__), None)
     return shrink(text) if changes is None else type(text)(**{**tiny.SIZES, **changes})
 

@@ -83,7 +83,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         plain=stored.plain,
         formats=stored.formats,
         act=stored.act,
-        ignore=[*model.ignore, *stored.unread, *unread_of_shared(model)],
+        ignore=[*model.ignore, *stored.unread, *unread_of_shared(model), *unread_of_skipped(model)],
     )
 
 
@@ -115,6 +115,8 @@ def check_model(config: Config) -> None:
     if model.per_layer_input.dims and rows is not None and rows < model.vocab:
         at = f"model.per_layer_input.vocab={rows}"
         raise UnsupportedError(f"{at}: tokens up to model.vocab={model.vocab} have no row of their own")
+    if model.embedding_rows is not None and model.embedding_rows < model.vocab:
+        raise ConfigError(f"model.embedding_rows={model.embedding_rows} are fewer than model.vocab={model.vocab}")
     if model.layers % model.loops:
         raise ConfigError(f"model.layers={model.layers} is not a multiple of model.loops={model.loops}")
     check_branches(model)
@@ -258,8 +260,8 @@ def check_branches(model: ModelConfig) -> None:
                 raise ConfigError(
                     f"{at}: there is no block {name}{did_you_mean(name, known)}; blocks: {', '.join(known)}"
                 )
-        if not 0 < len(names) <= MAX_BRANCHES:
-            raise ConfigError(f"{at} has {len(names)} blocks; a layer has 1 or {MAX_BRANCHES}")
+        if len(names) > MAX_BRANCHES:
+            raise ConfigError(f"{at} has {len(names)} blocks; a layer has {MAX_BRANCHES} at most")
     if any(group.later for group in model.groups_of(model.layers - 1)):
         raise ConfigError("model.branches: no layer comes after the last one, to which its a~b could be added")
     if model.shared_blocks is not None and not any(">" in name for names in model.branches.values() for name in names):
@@ -292,6 +294,11 @@ def unread_of_shared(model: ModelConfig) -> list[str]:
     stored = [stored_name(model, role, layer) for layer in layers for role in roles]
     own = {stored_name(model, role, layer) for layer in layers for role in ("q", "o") if role in model.weights}
     return [f"{name}*" for name in stored if name not in own]
+
+
+def unread_of_skipped(model: ModelConfig) -> list[str]:
+    """The tensors of layers without blocks, such as those that only images reach."""
+    return [f"{stored_name(model, 'layer', layer)}.*" for layer in range(model.layers) if not model.groups_of(layer)]
 
 
 def check_scales(model: ModelConfig) -> None:

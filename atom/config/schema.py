@@ -384,6 +384,7 @@ class ModelConfig:
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
     head_bias: bool = False  # on the head
+    embedding_rows: int | None = number(None, 1, INT32)  # stored, of which those after vocab are no text; null: vocab
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     embedding_norm: bool = False  # the embedding is normed
@@ -408,7 +409,7 @@ class ModelConfig:
     blocks: dict[str, BlockConfig] = field(default_factory=dict)  # further blocks of layers, by name
     branches: dict[str, list[str]] = field(
         default_factory=dict
-    )  # layer type -> blocks; a+b: at once; a>b: b reads what a gives, too; a~b: b is added a layer later
+    )  # layer type -> blocks, if any; a+b: at once; a>b: b reads what a gives, too; a~b: b is added a layer later
     shared_blocks: int | None = number(None, 1, MAX_LAYERS)  # that layers with a>b take in turn, in names {shared}
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none

@@ -110,7 +110,10 @@ def table(writer: Writer, role: str, vocab: int | None = None) -> Recipe:
     model, num_rows = writer.model, writer.model.vocab
     if role == "head" and model.eagle3 is not None:
         num_rows = model.eagle3.vocab or num_rows
-    matrix = writer.matrix(role, (num_rows, model.hidden))
+    if role == "embedding" and model.embedding_rows is not None:
+        matrix = narrow(writer.matrix(role, (model.embedding_rows, model.hidden)), 0, num_rows)
+    else:
+        matrix = writer.matrix(role, (num_rows, model.hidden))
     if vocab is None:
         return matrix
     return padded(matrix if matrix.type.fmt is None or vocab <= num_rows else Dequantize(matrix), 0, vocab)
@@ -136,6 +139,8 @@ def write_layer(
     is_after_only = model.layer_type(layer) in norm.after_only
     has_before, has_after = norm.before and not is_after_only, norm.after or is_after_only
     blocks = list(zip(model.groups_of(layer), NORMS, strict=False))
+    if not blocks:
+        return x, earlier
 
     def normed(x: Node, role: str) -> Node:
         return writer.norm(x, f"{role}_norm", layer) if has_before else x

@@ -64,6 +64,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_c
                  "swiglu_limits": [None, 0.4], "swiglu_limits_shared": [0.3, 0.5], "rope_parameters": {
                      "full_attention": {**tiny.LLAMA3, "partial_rotary_factor": 0.5}, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}},
                 {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14, "mlp_ratio": 2.0}),
+    "Mllama": ({"cross_attention_layers": [0], "bos_token_id": 0, "eos_token_id": 0, "rope_parameters": tiny.LLAMA3},
+               {"hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "intermediate_size": 16, "vision_output_dim": 32,
+                "image_size": 28, "patch_size": 14, "intermediate_layers_indices": [0]}),
     "Exaone4_5_": ({"model_type": "exaone4", "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": tiny.LLAMA3},
                    {**VISION, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}),
 }  # fmt: skip

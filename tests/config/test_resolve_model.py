@@ -78,8 +78,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
     ("lines", "overrides", "message"),
     [
         ("branches: {conv: [convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
-        ("branches: {conv: []}", [], "model.branches.conv has 0 blocks; a layer has 1 or 2"),
-        ("branches: {conv: [conv, mlp, mlp]}", [], "model.branches.conv has 3 blocks; a layer has 1 or 2"),
+        ("branches: {conv: [conv, mlp, mlp]}", [], "model.branches.conv has 3 blocks; a layer has 2 at most"),
+        ("embedding_rows: 3", [], "model.embedding_rows=3 are fewer than model.vocab=101"),
         ("branches: {conv: conv}", [], "model.branches.conv is a list; write model.branches.conv=[…]"),
         ("branches: {conv: [conv, mlp]}", ["model.layer_pattern=[convs]"], "model.layer_pattern: layer type convs is not supported (supported: full_attention, sliding_attention, conv)"),
         ("  mlp: {mlp: {width: 8}}", [], "model.blocks.mlp: the block mlp is model.mlp; choose another name"),

@@ -34,6 +34,7 @@ TEXTS = {
     "llava_mistral",
     "mistral4",
     "mllama",
+    "muse_glimmer",
     "paddleocr_vl",
     "step3p5",
 }  # of models that read images

@@ -68,7 +68,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias layer_scalar kv_shared_from residual weights ignore
-model: assumes embedding_norm embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
+model: assumes embedding_norm embedding_norm_weight embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
@@ -76,7 +76,7 @@ passes: fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gate_qua
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
-model.norm: kind eps weight bias offset before after after_only
+model.norm: kind eps weight bias offset final_offset before after after_eps after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act adapter_rank latent_scale qk_norm qk_norm_weight v_norm k_is_v scale scale_dim softcap sinks
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
@@ -130,7 +130,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 afmoe apertus apertus1p5 arcee aria auto axk1 baichuan bailing_moe bailing_moe_v2 bamba bloom codegen chatglm cohere cohere2 cohere2_moe cohere_compass cosmos3_edge cwm decoder deepseek deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma
 gemma2 gemma3 gemma4 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe gpt2 gpt_bigcode glm_ocr gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared granitemoe_swa granite_swa helium hunyuan_dense hunyuan_moe hy_v3
-hyperclovax internlm2 internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear laguna kolibri1 lfm2 lfm2_moe lfm3 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash mllama mimo minicpm minicpm3 minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral mpt nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon orion ouro pangu_embedded param2moe paddleocr_vl phi phi3 phimoe qwen2 qwen2_moe
+hyperclovax internlm2 internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_linear laguna kolibri1 lfm2 lfm2_moe lfm3 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash mllama mimo minicpm minicpm3 minimax_m2 minimax_text_01 ministral ministral3 mistral mistral4 mixtral mpt muse_glimmer nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon orion ouro pangu_embedded param2moe paddleocr_vl phi phi3 phimoe qwen2 qwen2_moe
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl_moe sarvam_mla seed_oss smollm2 smollm3 solar_open stablelm starcoder2 step3p5 vaultgemma youtu zamba2
 """
 

@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 113  # of the served ones, when this was last looked at
+NUM_RUNNING = 114  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -37,7 +37,11 @@ MAPPED = {name for _, name in (*pairs(CAUSAL), *pairs(IMAGES))}
 RUNS = [(kind, name) for kind, name in pairs(CAUSAL) if name in LISTED and not name.endswith(SHARED)]
 
 
-TEXTS = [("MllamaTextConfig", {"cross_attention_layers": [0, 2], "bos_token_id": 0, "eos_token_id": 0})]
+TEXTS = [
+    ("MllamaTextConfig", {"cross_attention_layers": [0, 2], "bos_token_id": 0, "eos_token_id": 0}),
+    ("MuseGlimmerTextConfig", {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "post_norm_eps": 1e-2, "layer_rope_theta": [1000.0, 0, 1000.0],
+                               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+]  # fmt: skip
 
 
 def config_of(kind: str) -> Any:

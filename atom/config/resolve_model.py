@@ -92,10 +92,12 @@ def check_model(config: Config) -> None:
     model = config.model
     if model.norm.bias and model.norm.kind != "layer":
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
-    if not model.norm.weight and (model.norm.bias or model.norm.offset):
+    if not model.norm.weight and (model.norm.bias or model.norm.offset or model.norm.final_offset):
         raise ConfigError("model.norm.weight is false; bias and offset are of a norm that has one")
     if not (model.norm.before or model.norm.after):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
+    if not (model.embedding_norm or model.embedding_norm_weight):
+        raise ConfigError("model.embedding_norm_weight is false, and no norm is of the embedding; leave it out")
     if model.residual != "sequential" and not model.norm.before:
         raise ConfigError(
             f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"

@@ -61,8 +61,10 @@ class NormConfig:
     weight: bool = True  # false: none is stored
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
+    final_offset: float | None = None  # of the last norm; null: offset
     before: bool = True  # of attention and mlp
     after: bool = False  # of attention and mlp, before the sum
+    after_eps: float | None = number(None, 0)  # of norms after; null: eps
     after_only: list[str] = field(
         default_factory=list
     )  # layer types with norms after and none before, whatever these say
@@ -388,6 +390,7 @@ class ModelConfig:
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     embedding_norm: bool = False  # the embedding is normed
+    embedding_norm_weight: bool = True  # false: without a weight
     learned_positions: bool = False  # a table has a row for each position, which is added to the embedding
     position_offset: int = number(0, 0, INT32)  # rows of that table ahead of the first position's
     transposed: bool = False  # linears of layers are stored [in, out]

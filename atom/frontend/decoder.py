@@ -88,7 +88,10 @@ def embed(writer: Writer, tokens: Node, vocab: int | None = None) -> Node:
     """
     x = writer.call(ops.embedding, tokens, table(writer, "embedding", vocab), name="x")
     x = writer.scale(x, writer.model.embedding_scale)
-    return writer.norm(x, "embedding_norm", name="x") if writer.model.embedding_norm else x
+    if not writer.model.embedding_norm:
+        return x
+    weight = "shared" if writer.model.embedding_norm_weight else "none"
+    return writer.norm(x, "embedding_norm", name="x", weight_of_heads=weight)
 
 
 def add_positions(writer: Writer, x: Node, positions: Node) -> Node:

@@ -127,14 +127,17 @@ class Writer:
         weight_of_heads: as attention.qk_norm_weight, of x [T, N, D]
         """
         norm, shape = self.model.norm, x.meta["type"].shape[-2 if weight_of_heads == "by_head" else -1 :]
+        is_final = role == "final_norm" and norm.final_offset is not None
+        offset = required(norm.final_offset) if is_final else norm.offset
+        eps = norm.after_eps if role.endswith("_after_norm") and norm.after_eps is not None else norm.eps
         if weight_of_heads == "none":
-            ones: Node = self.call(NORMS[norm.kind], x, Full(1.0, Type(self.dtype, shape)), eps=norm.eps, name=name)
+            ones: Node = self.call(NORMS[norm.kind], x, Full(1.0, Type(self.dtype, shape)), eps=eps, name=name)
             return ones
         weight: Recipe = self.weight(role, shape, layer) if norm.weight else Full(1.0, Type(self.dtype, shape))
-        if norm.offset:  # in float32, so that a small weight is not rounded away
-            weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), norm.offset)
+        if offset:  # in float32, so that a small weight is not rounded away
+            weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), offset)
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
-        normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=norm.eps, name=name)
+        normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=eps, name=name)
         return normed
 
     def scale(self, x: Node, by: float | None) -> Node:

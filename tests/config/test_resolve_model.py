@@ -79,6 +79,7 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
     [
         ("branches: {conv: [convs, mlp]}", [], "model.branches.conv: there is no block convs (did you mean conv?); blocks: attention, mlp, conv"),
         ("branches: {conv: [conv, mlp, mlp]}", [], "model.branches.conv has 3 blocks; a layer has 2 at most"),
+        ("embedding_norm_weight: false", [], "model.embedding_norm_weight is false, and no norm is of the embedding; leave it out"),
         ("embedding_rows: 3", [], "model.embedding_rows=3 are fewer than model.vocab=101"),
         ("branches: {conv: conv}", [], "model.branches.conv is a list; write model.branches.conv=[…]"),
         ("branches: {conv: [conv, mlp]}", ["model.layer_pattern=[convs]"], "model.layer_pattern: layer type convs is not supported (supported: full_attention, sliding_attention, conv)"),

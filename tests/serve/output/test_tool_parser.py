@@ -318,7 +318,7 @@ def test_calls_of_a_python_list_come_one_by_one():
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_plain_text_is_not_held_back(tool_format: str):
     each = reader(tool_format)
-    for piece in ["I", " am", " a < b", " [1]", " {x}", " text.", "\tYes"]:
+    for piece in ["I", " am", " a < b", " [1],", " {x}", " text.", "\tYes"]:
         assert each.push(piece) == (piece, [])
 
 

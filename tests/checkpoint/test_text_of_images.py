@@ -127,6 +127,24 @@ def test_the_text_half_gives_the_logits_of_the_whole(
     engine.close()
 
 
+def test_the_text_of_blip_2_gives_the_logits_of_its_language_model(tmp_path: Path) -> None:
+    text = {**TEXT, "model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 48}
+    reader = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.Blip2Config(
+        text_config=text,
+        vision_config={**reader, "image_size": 28, "patch_size": 14},
+        qformer_config={**reader, "vocab_size": 9},
+    )
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(tmp_path)
+    engine = LLMEngine(model=str(tmp_path), level=0, dtype="fp32")
+    assert_logits(engine, tiny.prompt(24), model.language_model)
+    engine.close()
+
+
 def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> None:
     save("Qwen3VLMoe", tmp_path, is_original=False)
     with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.\w+ is \[6, .*\], the model expects \[6, "):

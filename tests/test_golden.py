@@ -34,6 +34,7 @@ TEXTS = {
     "llava_mistral",
     "mistral4",
     "mllama",
+    "molmo2",
     "muse_glimmer",
     "paddleocr_vl",
     "step3p5",

@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 115  # of the served ones, when this was last looked at
+NUM_RUNNING = 116  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -39,6 +39,8 @@ RUNS = [(kind, name) for kind, name in pairs(CAUSAL) if name in LISTED and not n
 
 TEXTS = [
     ("MllamaTextConfig", {"cross_attention_layers": [0, 2], "bos_token_id": 0, "eos_token_id": 0}),
+    ("Molmo2TextConfig", {"head_dim": 16, "additional_vocab_size": 7, "rope_parameters": tiny.LINEAR, "rope_scaling_layers": [0, 2], "norm_after": True,
+                          "qk_norm_type": "olmo", "attention_bias": True}),
     ("MuseGlimmerTextConfig", {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "post_norm_eps": 1e-2, "layer_rope_theta": [1000.0, 0, 1000.0],
                                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 ]  # fmt: skip
@@ -62,7 +64,10 @@ ROPES = {  # whose defaults in the code are for larger heads, and of GLM's for f
     "paddleocr_vl": {"mrope_section": [4, 4, 4]},
     "qwen2_5_vl": {"mrope_section": [4, 2, 2]},
 }
-WHOLE = {"granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}}  # null by default
+WHOLE = {  # fields of the whole whose defaults do not fit
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1], "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}},
+}  # fmt: skip
 
 
 def image_config_of(kind: str) -> Any:
@@ -96,7 +101,7 @@ ELSEWHERE = {  # compared in tests/checkpoint/test_text_of_images.py
     "qwen3_vl_moe": "the hub stores its experts transposed",
     "shieldgemma2": "a classifier around Gemma 3, under a class of its own",
 }
-MISNAMED = {"qianfan_ocr"}  # transformers 5.24 gives the text's layers the name of those that read images
+MISNAMED = {"qianfan_ocr", "molmo2"}  # transformers 5.24 gives back neither the name of the layers nor two embeddings
 READ_IMAGES = [(kind, name) for kind, name in pairs(IMAGES) if name in LISTED and kind not in ELSEWHERE]
 
 

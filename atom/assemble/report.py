@@ -26,7 +26,7 @@ def report_engine(
     if host is not None:
         say(_describe_host(host, config.serve.block_size))
     if reads_more(config.hf):
-        more = "images" if config.hf.get("vision_config") is not None else "sound"
+        more = "images" if config.hf.keys() & {"vision_config", "vit_config"} else "sound"
         say(f"{config.checkpoint} also reads {more}; here only its text model runs")
     for text in (_describe_unread_rope(config), _describe_sampling(config)):
         if text:

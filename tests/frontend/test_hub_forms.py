@@ -154,6 +154,19 @@ def fused(tensors: Tensors, name: str, kv_groups: int = 1) -> Tensors:
     return made
 
 
+def as_molmo(tensors: Tensors) -> Tensors:
+    """q, k and v in one tensor, up and gate in another, and two embeddings."""
+    made = fused(tensors, "self_attn.att_proj")
+    for key in [each for each in made if each.endswith(".gate_proj.weight")]:
+        up = made.pop(key.replace("gate_proj", "up_proj"))
+        made[key.replace("gate_proj", "ff_proj")] = torch.cat([up, made.pop(key)])
+    embedding = made.pop("model.transformer.embed_tokens.weight")
+    return made | {
+        "model.transformer.wte.embedding": embedding,
+        "model.transformer.wte.new_embedding": torch.zeros(7, 48),
+    }
+
+
 def with_mtp(tensors: Tensors) -> Tensors:
     """Also a tensor of the layer for multi-token prediction."""
     return tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros(48, 96)}
@@ -570,6 +583,15 @@ FORMS = {
         fields={"architectures": ["Cosmos3EdgeForConditionalGeneration"], "model_type": "cosmos3_edge_text"},
         names={r"model\.": "", "_proj.weight": ".weight", r"self_attn\.": "self_attn.to_", "to_o": "to_out", r"mlp\.(up|down)": r"mlp.\1_proj"},
         edit=with_generator,
+    ),
+    "molmo2": HubForm(
+        f"{VLLM}/molmo2.py; allenai/Molmo2-8B",
+        variant="qwen3",
+        fields={"architectures": ["Molmo2ForConditionalGeneration"], "model_type": "molmo2_text", "additional_vocab_size": 7, "qk_norm_type": "qwen3", "qkv_bias": False,
+                "vit_config": {"hidden_size": 16}, "norm_after": False, "rope_scaling_layers": None},
+        names={r"model\.norm": "model.transformer.ln_f", r"model\.layers": "model.transformer.blocks", "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",
+               r"self_attn\.o_proj": "self_attn.attn_out", r"mlp\.down_proj": "mlp.ff_out", r"model\.embed": "model.transformer.embed"},
+        edit=as_molmo,
     ),
     "nemotron_h_omni": HubForm(
         f"{VLLM}/nano_nemotron_vl.py; nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning",

@@ -148,3 +148,11 @@ def test_a_value_inside_an_object_of_config_json_is_refused(tmp_path: Path) -> N
         UnsupportedError, match=r"attn_config.alibi=false in its config.json is not supported \(supported: true\)"
     ):
         load([f"checkpoint={tmp_path}"])
+
+
+def test_a_falcon_of_the_new_form_has_as_many_groups_as_heads_without_a_number(tmp_path: Path) -> None:
+    fields = {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "hidden_size": 48}
+    fields |= {"num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 101}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    attention = load([f"checkpoint={tmp_path}"]).model.attention
+    assert (attention.kv_heads, attention.qkv_chunks) == (4, 4)

@@ -120,10 +120,16 @@ def shrink(config: Any) -> Any:
         kept = choose_layers(values, values[depth])
         changed[depth] = len(kept)
         changed |= {key: [value[at] for at in kept] for key, value in lists_by_layer(values, values[depth])}
-    changed |= {key: None for key in values if TOKENS.fullmatch(key)}
+    changed |= {key: None if may_be_null(config, key) else 0 for key in values if TOKENS.fullmatch(key)}
     keep_equal(values, changed)
     dropped = ("model_type", "transformers_version", "architectures", "dtype")
     return type(config)(**{key: value for key, value in (values | changed).items() if key not in dropped})
+
+
+def may_be_null(config: Any, key: str) -> bool:
+    """Whether a field of a config's class can be None; transformers refuses it otherwise."""
+    field = getattr(type(config), "__dataclass_fields__", {}).get(key)
+    return field is None or field.type is not int
 
 
 def small_value(key: str, value: Any, config: Any) -> int | None:

@@ -43,6 +43,8 @@ TEXTS = [
                           "qk_norm_type": "olmo", "attention_bias": True}),
     ("MuseGlimmerTextConfig", {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "post_norm_eps": 1e-2, "layer_rope_theta": [1000.0, 0, 1000.0],
                                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("Step3p7TextConfig", {**tiny.EXPERTS, "pad_token_id": 1, "n_routed_experts": 6, "head_dim": 12, "share_expert_dim": 20, "sliding_window": 7,
+                           "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
 ]  # fmt: skip
 
 
@@ -92,8 +94,9 @@ def test_a_listed_architecture_gives_the_logits_of_transformers(kind: str, name:
     assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
 
 
-ELSEWHERE = {  # compared in tests/checkpoint/test_text_of_images.py
+ELSEWHERE = {  # most are compared in tests/checkpoint/test_text_of_images.py
     "blip-2": "its whole runs with an image only",
+    "mistral4": "a text by itself, which transformers lists among those that read images",
     "kimi_k25": "transformers 5.24 saves its layers under the name of those that read images",
     "aya_vision": "transformers 5.24 leaves its scale of logits out",
     "cohere2_vision": "transformers 5.24 leaves its scale of logits out",

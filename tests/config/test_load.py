@@ -187,7 +187,9 @@ def test_the_text_of_a_model_that_reads_images_chooses_the_file(write: Write):
     shared = {"architectures": ["InternVLForConditionalGeneration"]}
     for kind, name in (("qwen2", "qwen2"), ("qwen3", "qwen3")):
         assert load([f"checkpoint={write(**shared, model_type=kind)}"]).model.name == name
-    message = r'InternVLForConditionalGeneration with text of model_type "internlm2" \(supported: .*internvl, .*, qwen3,'
+    message = (
+        r'InternVLForConditionalGeneration with text of model_type "internlm2" \(supported: .*internvl, .*, qwen3,'
+    )
     with pytest.raises(UnsupportedError, match=message):
         load([f"checkpoint={write(**shared, model_type='internlm2')}"])
 

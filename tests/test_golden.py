@@ -97,11 +97,17 @@ def test_the_text_of_ranks_is_the_golden_one(name: str, folder: Path, request: p
     assert text == golden.read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [(name, "semantic") for name in MODEL_FILES if name not in OTHERS]
-    + [(name, stage) for name in LOWERED for stage in ("level_0", "level_1")],
-)
+TEXTS_OF = [(name, "semantic") for name in MODEL_FILES if name not in OTHERS] + [
+    (name, stage) for name in LOWERED for stage in ("level_0", "level_1")
+]
+
+
+def test_no_golden_text_is_left_of_another_name():
+    read = {f"{name}.{stage}.py" for name, stage in [*TEXTS_OF, *((name, "ranks") for name in RANKS)]}
+    assert {path.name for path in GOLDEN.glob("*.py")} == read
+
+
+@pytest.mark.parametrize(("name", "stage"), TEXTS_OF)
 def test_the_text_is_the_golden_one(name: str, stage: str, folder: Path, request: pytest.FixtureRequest):
     overrides = [f"model={name}", f"model.layers={NUM_LAYERS.get(name, 2)}"]
     if (variant := CONFIG_OF.get(name, name)) in tiny.VARIANTS | tiny.RECURRENT:

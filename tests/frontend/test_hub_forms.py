@@ -537,6 +537,11 @@ FORMS = {
         changes={"head_dim": 20},
         fields={"architectures": ["IQuestCoderForCausalLM"], "model_type": "iquestcoder", "clip_qkv": None, "use_sliding_window": False},
     ),
+    "xverse": HubForm(
+        f"{VLLM}/registry.py, among those no longer supported; xverse/XVERSE-7B",
+        variant="llama",
+        fields={"architectures": ["XverseForCausalLM"], "model_type": "xverse"},
+    ),
     "minicpm": HubForm(
         f"{VLLM}/minicpm.py; openbmb/MiniCPM-2B-sft-bf16",
         variant="granite",

@@ -52,6 +52,7 @@ EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "
 TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
 TP2, TP4 = ("parallel=tp2",), ("parallel=tp4",)
 AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
+NEXT_TITLE, NEXT = "Qwen3-Next-80B-A3B bf16, 24 layers", ("model.layers=24",)
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 FP8_TITLE = "Qwen3-8B fp8, head and KV too"
 
@@ -110,6 +111,8 @@ ROWS = {
     **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", (500, 2400, 5500))),
     **named("30b-a3b-fp8", decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", (650, 3600, 8500), BLOCKS)),
     **named("30b-a3b", decodes("Qwen3-30B-A3B bf16", "qwen3_30b_a3b", (500, 2050, 5200))),
+    **named("next", decodes(NEXT_TITLE, "qwen3_next_80b_a3b", (700, 2850, 5400), NEXT)),
+    "next-prefill": prefill(NEXT_TITLE, "qwen3_next_80b_a3b", 150_000, NEXT),
     **named("32b-tp2", decodes("Qwen3-32B bf16, 2 GPUs", "qwen3_32b", (112, 1950, 3100), TP2, num_gpus=2)),
     **named("32b-tp4", decodes("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", (200, 3100, 5200), TP4, num_gpus=4)),
     "32b-tp4-prefill": prefill("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", 33000, TP4, num_gpus=4),
@@ -151,6 +154,7 @@ STARTS = {
     "start-30b-a3b-fp8": Start("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", MIXTURE_START, BLOCKS),
     "start-v2-lite": Start("DeepSeek-V2-Lite bf16", "deepseek_v2_lite", MIXTURE_START),
     "start-gpt-oss-20b": Start("gpt-oss-20b", "gpt_oss_20b", MIXTURE_START),
+    "start-next": Start(NEXT_TITLE, "qwen3_next_80b_a3b", MIXTURE_START, NEXT),
 }
 SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
 NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)

@@ -132,6 +132,24 @@ def test_a_scale_holds_twice_the_largest_number_of_the_prompt(
     engine.close()
 
 
+def test_a_model_with_recurrent_state_measures_those_of_its_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kind, fields = tiny.RECURRENT["qwen3_next"]
+    monkeypatch.setitem(tiny.VARIANTS, "hybrid", (kind, {**fields, "vocab_size": 300}))
+    folder = tiny.save("hybrid", tmp_path)
+    add_tokenizer(folder)
+    engine = open_engine(folder)
+    found, tokens = scales_of(engine), engine._engine.vocabulary.tokenize(PROMPT)
+    engine.close()
+    model = tiny.reference(folder)
+    with torch.inference_mode():
+        model(torch.tensor([list(tokens)[:256]]), past_key_values=(cache := DynamicCache(config=model.config)))
+    kept = [each for each in cache.layers if getattr(each, "keys", None) is not None]
+    assert kept and len(found) == 2 * len(kept)
+    largest = sorted(2 * x.abs().max().item() / 448 for each in kept for x in (each.keys, each.values))
+    for scale, least in zip(sorted(found.values()), largest, strict=True):
+        assert least * 0.95 < scale < 2 * least * 1.05
+
+
 @pytest.mark.sampled(2)
 def test_a_second_start_measures_nothing_and_answers_alike(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

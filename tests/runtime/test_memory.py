@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,27 @@ def test_what_the_measured_step_does_can_be_done_again_and_changes_nothing(
     for num_rows in (1, 3):
         memory.take_largest_step(model, 300, num_rows)
     assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+
+
+def test_a_pool_and_slots_are_freed_before_the_next_ones_are_allocated(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of recurrent state take as much of a GPU as half of what weights leave."""
+    graph = compile_graph(config_of(checkpoints("qwen3_next"), level=0), target=Target("cpu"))
+    tensors = weights.load_dummy(graph.recipes(), 0, "cpu")
+    model = Model(graph, Bindings(tensors), 16, StepLimits(3, 64, 64), device="cpu")
+    pool = dict.fromkeys((*model.kinds, *model.recurrent), 2)
+    model.bind(pool)
+    former = [weakref.ref(each) for held in (model.caches, model.slots) for each in held.values()]
+    allocate, alive = Model._allocate, list[bool]()
+
+    def watched(*args: Any) -> torch.Tensor:
+        alive.extend(each() is not None for each in former)
+        return allocate(*args)
+
+    monkeypatch.setattr(Model, "_allocate", watched)
+    model.bind(pool)
+    assert len(former) == 9 and alive and not any(alive)
 
 
 def test_nothing_is_loaded_of_weights_that_do_not_fit(

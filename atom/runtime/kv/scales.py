@@ -125,7 +125,7 @@ class KVScales:
         before = {kv.kind: len(blocks) for kv, blocks in model.caches.items()}
         packed = np.array([0, 0, num_tokens, num_tokens, *tokens, *[0] * num_tokens], np.int32)  # see BatchShape.split
         try:
-            model.bind(dict.fromkeys(model.kinds, 1 + num_blocks))
+            model.bind(dict.fromkeys(before, 1 + num_blocks))
             model.use({**kernels, **_measuring(model.graph, kernels, largest)})
             model.tables[:, 0, :num_blocks] = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=model.device)
             shape, sent = BatchShape(num_tokens, 1, 0), model.send(packed)

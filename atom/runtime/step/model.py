@@ -146,7 +146,8 @@ class Model:
         return self._bindings.kernels
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Allocate an empty KV pool. num_blocks: by state kind"""
+        """Allocate an empty KV pool and slots, once the former ones are freed. num_blocks: by state kind"""
+        self.unbind()
         if self._kv_memory is not None:
             self._kv_memory.clear()
         states = self.graph.states()

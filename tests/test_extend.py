@@ -304,7 +304,8 @@ def test_a_saved_text_is_not_rewritten_again_by_passes_before_its_stage(module: 
 )
 def test_a_pass_that_is_left_out_changes_nothing(name: str, call: str, checkpoints: Any) -> None:
     off = f"passes.{name}=false"
-    rest = [f"checkpoint={checkpoints('llama')}", "device=cpu", "level=1", "passes.fuse_norm_linear=false"]
+    others = [f"passes.{other}=false" for other in ("fuse_norm_linear", "fuse_sibling_linears")]  # which fuse the same
+    rest = [f"checkpoint={checkpoints('llama')}", "device=cpu", "level=1", *others]
     with_it, without = (show(compile_graph(load([*rest, *more]))) for more in ([], [off]))
     assert call in with_it and call not in without
     target = find_target("cpu")

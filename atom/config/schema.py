@@ -552,6 +552,7 @@ class PassesConfig:
     fuse_shared_experts: bool = True  # make the expert that all tokens share some of the routed experts
     fuse_norm_residual: bool = True  # merge a residual sum and the norm that reads it
     fuse_lora: bool = True  # merge adapters into their linear
+    fuse_sibling_linears: bool = True  # merge other linears of a layer that read the same tensor
     fuse_linear_gate: bool = True  # merge a linear and the gated activation after it
     fuse_norm_linear: bool = True  # merge a norm and the linear that reads it
     fuse_norm_router: bool = True  # merge a norm and the router that reads it

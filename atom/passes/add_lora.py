@@ -13,7 +13,6 @@ head's own linear, and a weight that is not made of rows of modules' weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -40,9 +39,10 @@ from atom.graph import (
 )
 from atom.graph.graph import ADAPTERS
 from atom.graph.recipe_ranges import cat, narrow
-from atom.graph.recipes import LoraStack, leaves
+from atom.graph.recipes import LoraStack
 from atom.passes.add_expert_lora import add_expert_lora
 from atom.passes.context import PassContext
+from atom.passes.match import layer_of
 
 
 class _Factors(NamedTuple):
@@ -64,7 +64,7 @@ def add_lora(graph: Graph, context: PassContext) -> Graph:
             if call.target is not ops.linear and not is_experts:
                 continue
             weight = call.args[3 if is_experts else 1]
-            if (layer := _layer_of(weight, layers)) is None:
+            if (layer := layer_of(weight, layers)) is None:
                 continue
             if is_experts:
                 add_expert_lora(graph, call, layer, _adapters_of(program), context)
@@ -72,12 +72,6 @@ def add_lora(graph: Graph, context: PassContext) -> Graph:
                 _add(graph, program, call, factors, context.max_lora_rank)
     _pass_on(graph)
     return graph
-
-
-def _layer_of(weight: Recipe, layers: Sequence[str]) -> str | None:
-    """The layer that all of a weight is of."""
-    of = {next((layer for layer in layers if leaf.name.startswith(f"{layer}.")), None) for leaf in leaves(weight)}
-    return of.pop() if len(of) == 1 else None
 
 
 def _adapters_of(program: Program) -> Node:

@@ -6,30 +6,29 @@ if have_same_form([gate, up]):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import ops
+from atom.graph import Recipe, ops
 from atom.graph.graph import type_of
 from atom.graph.recipe_ranges import cat
+from atom.graph.recipes import leaves
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:
     """Whether these are different linears of one input, alike in bias, dtype, stored format and attributes."""
     if len(set(linears)) < len(linears) or any(linear.target is not ops.linear for linear in linears):
         return False
-    forms = {
-        (
-            linear.args[0],
-            len(linear.args),
-            tuple((type.dtype, type.fmt) for type in map(type_of, linear.args[1:])),
-            *linear.kwargs.items(),
-        )
-        for linear in linears
-    }
-    return len(forms) == 1
+    return len(set(map(form_of, linears))) == 1
+
+
+def form_of(linear: Node) -> Hashable:
+    """What linears have in common that can be one: their input, and whether there is a bias, dtypes, stored formats
+    and attributes."""
+    types = tuple((type.dtype, type.fmt) for type in map(type_of, linear.args[1:]))
+    return linear.args[0], types, *linear.kwargs.items()
 
 
 def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
@@ -37,3 +36,9 @@ def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
     x = linears[0].args[0]
     recipes = zip(*(linear.args[1:] for linear in linears), strict=True)
     return (x, *(cat(tuple(parts)) for parts in recipes))
+
+
+def layer_of(weight: Recipe, layers: Sequence[str]) -> str | None:
+    """The layer that all of a weight is of."""
+    of = {next((layer for layer in layers if leaf.name.startswith(f"{layer}.")), None) for leaf in leaves(weight)}
+    return of.pop() if len(of) == 1 else None

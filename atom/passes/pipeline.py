@@ -34,6 +34,7 @@ from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.fuse_norm_router import fuse_norm_router
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.fuse_shared_experts import fuse_shared_experts
+from atom.passes.fuse_sibling_linears import fuse_sibling_linears
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
 from atom.passes.quantize import quantize
@@ -59,6 +60,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (lower_attention, 0, ops.LOWERED),
     (quantize, 0, ops.LOWERED),
     (fuse_lora, 1, ops.LOWERED),
+    (fuse_sibling_linears, 1, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
     (fuse_norm_router, 1, ops.LOWERED),

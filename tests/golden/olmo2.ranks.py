@@ -2,8 +2,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 10000.0))    # fp32[T, 6], fp32[T, 6]
     x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: no matmul reads its weight
     q = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), "tensor", 2), "onednn"))    # bf16[T, 24]; cpp: 24 rows are no block
-    k = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block
-    v = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block
+    k_v = torch.linear(x, shuffle(cat([share(W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), "tensor", 2), share(W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48]), "tensor", 2)]), "onednn"))    # bf16[T, 24]; cpp: 24 rows are no block
+    k, v = reference.split(k_v, sizes=[12, 12])    # bf16[T, 12], bf16[T, 12]
     squares = reference.sum_squares(q)    # fp32[T, 1]
     squares_1 = gloo.all_reduce(squares, axis="tensor")    # fp32[T, 1]
     q_1 = reference.scale_by_rms(q, squares_1, share(W("model.layers.0.self_attn.q_norm.weight", bf16[48]), "tensor", 2), eps=1e-05, columns=48)    # bf16[T, 24]
@@ -27,8 +27,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     m_1 = torch.rms_norm(down, W("model.layers.0.post_feedforward_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     x_2 = reference.add(x_1, m_1)    # bf16[T, 48]
     q_4 = torch.linear(x_2, shuffle(share(W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), "tensor", 2), "onednn"))    # bf16[T, 24]; cpp: 24 rows are no block
-    k_4 = torch.linear(x_2, shuffle(share(W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block
-    v_2 = torch.linear(x_2, shuffle(share(W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block
+    k_v_1 = torch.linear(x_2, shuffle(cat([share(W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), "tensor", 2), share(W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48]), "tensor", 2)]), "onednn"))    # bf16[T, 24]; cpp: 24 rows are no block
+    k_4, v_2 = reference.split(k_v_1, sizes=[12, 12])    # bf16[T, 12], bf16[T, 12]
     squares_4 = reference.sum_squares(q_4)    # fp32[T, 1]
     squares_5 = gloo.all_reduce(squares_4, axis="tensor")    # fp32[T, 1]
     q_5 = reference.scale_by_rms(q_4, squares_5, share(W("model.layers.1.self_attn.q_norm.weight", bf16[48]), "tensor", 2), eps=1e-05, columns=48)    # bf16[T, 24]

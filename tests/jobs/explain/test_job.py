@@ -137,7 +137,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
     assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
-    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, add_lora, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize, fuse_lora"
+    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, add_lora, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize, fuse_lora, fuse_sibling_linears"
     assert (
         code == 2
         and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_router, fuse_norm_rope_attention, select"

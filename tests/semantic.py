@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tiny
@@ -15,12 +16,15 @@ from atom.compiler import semantic_graph
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
-from atom.graph import interpret, ops, verify
+from atom.graph import Graph, interpret, ops, verify
 
 
 @torch.inference_mode()
-def assert_same_as_transformers(config: Config, model: Any) -> None:
-    graph = semantic_graph(config)
+def assert_same_as_transformers(
+    config: Config, model: Any, rewrite: Callable[[Graph], Graph] = lambda own: own
+) -> None:
+    """rewrite: passes that leave it a semantic text"""
+    graph = rewrite(semantic_graph(config))
     verify(graph, ops.SEMANTIC)
     checkpoint = open_for(config, SilentProgress())
     weights.check(graph, checkpoint.tensors, config.model.ignore)

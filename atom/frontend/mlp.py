@@ -112,7 +112,8 @@ def _shared(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     """What the expert that all tokens share gives."""
     shared = SHARED[mlp.expert](writer, h, mlp, required(mlp.shared_width), layer, "shared_")
     if mlp.shared_gate:
-        share = writer.linear(h, "shared_share", 1, False, layer)
+        gate = writer.stored(writer.weight_name("shared_share", layer), (1, writer.model.hidden))  # not worth packing
+        share = writer.multiply(h, gate, role="shared_share", layer=layer)
         share = writer.call(ops.activate, share, kind="sigmoid", name="share")
         shared = writer.call(ops.mul, shared, share, name="shared")
     return shared

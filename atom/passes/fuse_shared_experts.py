@@ -9,12 +9,18 @@
 A shared expert of twice an expert's width is two: each has half of the gate and up rows and of the down columns.
 So it is computed with the others, in their launches, and nothing is added after them.
 
+    share = activate(linear(h, W("share")), kind="sigmoid")
+    z = add(y, mul(s, share))           ->      weights, ids = router(h, cat([W("g"), W("share")]), …, gated=True)
+
+A gate of its own becomes a row of the router's weight, and its sigmoid the weight of these experts.
+
 Packed weights are joined as they are stored, or before they are packed.
 
 Declines if no kernel computes experts in one call, among several ranks, if its width is no whole number of
-theirs, if it has a gate of its own, if one of the two has a bias, if they are stored in different formats or
-cannot be joined without unpacking them, if a format of activations was asked for that the routed ones lack,
-and if only its own linears have kernels for theirs: prompts would take longer by more than decodes gain.
+theirs, if one of the two has a bias, if they are stored in different formats or cannot be joined without
+unpacking them, if a format of activations was asked for that the routed ones lack, and if only its own linears
+have kernels for theirs: prompts would take longer by more than decodes gain. A gate must read what the router
+reads, both must be plain and of one dtype, and a kernel must take them as one.
 """
 
 from __future__ import annotations
@@ -39,7 +45,11 @@ def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
         if len(experts.users) != 1 or not _is_taken(experts, context):
             continue
         (total,) = experts.users
-        recipes = _shared_weights(experts, total, context) if total.target is ops.add else None
+        added = next((each for each in total.args if each is not experts), None) if total.target is ops.add else None
+        if added is None:
+            continue
+        shared, gate = _without_gate(added)
+        recipes = _shared_weights(experts, shared, context)
         h, weights, _, gate_up, down = experts.args[:5]
         router = call_of(weights)
         if recipes is None or router.target is not ops.router or "shared" in router.kwargs:
@@ -47,8 +57,14 @@ def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
         stacks = _join(gate_up, down, *recipes)
         if stacks is None:
             continue
-        num = int(stacks[0].type.shape[0]) - int(gate_up.type.shape[0])
-        routed = graph.insert(router, ops.router, *router.args, **router.kwargs, shared=num, name=("weights", "ids"))
+        args, rule = router.args, {**router.kwargs, "shared": int(stacks[0].type.shape[0] - gate_up.type.shape[0])}
+        if gate is not None:
+            if not _can_be_joined(router, gate):
+                continue
+            args, rule["gated"] = (args[0], cat((args[1], gate.args[1])), *args[2:]), True
+            if not context.takes(ops.router, *map(type_of, args), **rule):
+                continue
+        routed = graph.insert(router, ops.router, *args, **rule, name=("weights", "ids"))
         fused = graph.insert(total, ops.experts, h, *routed, *stacks, **experts.kwargs, name="y")
         graph.replace({total: fused})
     return graph
@@ -65,11 +81,28 @@ def _has_acts(call: Node, context: PassContext) -> bool:
     return "act" in call.kwargs and context.takes(call.target, *map(type_of, call.args), **call.kwargs)
 
 
-def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[Recipe, Recipe] | None:
+def _without_gate(added: Node) -> tuple[Node, Node | None]:
+    """What a shared expert gives, and the linear whose sigmoid weights it, if there is one."""
+    if added.target is not ops.mul or len(added.users) > 1:
+        return added, None
+    shared, share = added.args
+    if not isinstance(share, Node) or share.kwargs != {"kind": "sigmoid"} or len(share.users) > 1:
+        return added, None
+    (gate,) = share.args
+    return (shared, gate) if share.target is ops.activate and _is_plain_linear(gate) else (added, None)
+
+
+def _can_be_joined(router: Node, gate: Node) -> bool:
+    """Whether a gate's row can be one of the router's weight."""
+    rows, row = router.args[1], gate.args[1]
+    is_plain = isinstance(rows, Recipe) and rows.type.fmt is row.type.fmt is None
+    return is_plain and rows.type.dtype == row.type.dtype and row.type.shape[0] == 1 and gate.args[0] is router.args[0]
+
+
+def _shared_weights(experts: Node, shared: Node, context: PassContext) -> tuple[Recipe, Recipe] | None:
     """The gate and up projections [2 S, H], and the down projection [H, S], of what is added to the sum of experts."""
     h, _, _, gate_up, down, *biases = experts.args
-    shared = next((each for each in total.args if each is not experts), None)
-    if any(bias is not None for bias in biases) or shared is None or not _is_plain_linear(shared):
+    if any(bias is not None for bias in biases) or not _is_plain_linear(shared):
         return None
     gated = shared.args[0]
     if gated.target is not ops.gated_activate or gated.kwargs != _without_act(experts) or len(gated.users) > 1:

@@ -6,18 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from passes.cases import context_of, run, text_of
 from safetensors.torch import save_file
+from semantic import assert_same_as_transformers
 
 from atom import weights
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
+from atom.config.load import load
 from atom.graph import Graph, PackedWeight, interpret, ops, parse
 from atom.graph.mesh import Mesh
 from atom.graph.parts import parts_of
 from atom.graph.recipes import leaves
 from atom.kernels import Target
 from atom.passes.context import PassContext
+from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_shared_experts import fuse_shared_experts
 from atom.passes.quantize import quantize as quantize_pass
 from atom.weights.quantize import quantize
@@ -46,32 +50,72 @@ cat([W("down", fp32[4, 8, 3]), {", ".join(DOWNS)}]), kind="silu")
     return y"""
 
 
+GATED = BEFORE.replace(
+    "    y_1 = add(y, down)",
+    """\
+    share = linear(h, W("share", fp32[1, 8]))
+    share_1 = activate(share, kind="sigmoid")
+    shared = mul(down, share_1)
+    y_1 = add(y, shared)""",
+)
+GATED_AFTER = AFTER.replace('W("gate", fp32[4, 8])', 'cat([W("gate", fp32[4, 8]), W("share", fp32[1, 8])])').replace(
+    "shared=2", "shared=2, gated=True"
+)
+
+
 def assert_stays(text: str, context: PassContext = GPU) -> None:
     graph = fuse_shared_experts(parse(text), context)
     assert text_of(graph) == text_of(parse(text))
     assert graph.num_rewrites == 0
 
 
-def fused() -> Graph:
-    return fuse_shared_experts(parse(BEFORE), GPU)
+def fused(text: str = BEFORE) -> Graph:
+    return fuse_shared_experts(parse(text), GPU)
 
 
-def test_a_shared_expert_becomes_two_of_the_experts():
-    text = text_of(fused()).strip()
+@pytest.mark.parametrize(("before", "after"), [(BEFORE, AFTER), (GATED, GATED_AFTER)], ids=["plain", "gated"])
+def test_a_shared_expert_becomes_two_of_the_experts(before: str, after: str):
+    text = text_of(fused(before)).strip()
     names = {"weights_1": "weights", "ids_1": "ids", "y_1": "y"}
     for name, plain in names.items():
         text = text.replace(name, plain)
-    assert text == AFTER
-    assert_stays(AFTER)
+    assert text == after
+    assert_stays(after)
 
 
 def test_a_sum_the_other_way_round_is_one_too():
     assert "shared=2" in text_of(fuse_shared_experts(parse(BEFORE.replace("add(y, down)", "add(down, y)")), GPU))
 
 
-def test_numbers_are_equal():
+@pytest.mark.parametrize("text", [BEFORE, GATED], ids=["plain", "gated"])
+def test_numbers_are_equal(text: str):
     h = torch.randn(9, 8)
-    torch.testing.assert_close(run(text_of(fused()), h=h), run(BEFORE, h=h))
+    torch.testing.assert_close(run(text_of(fused(text)), h=h), run(text, h=h))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('kind="sigmoid"', 'kind="gelu"'),
+        ("share = linear(h,", "x = add(h, h)\n    share = linear(x,"),  # not what the router reads
+        ('W("share", fp32[1, 8])', 'W("share", fp32[8, 8])'),  # of each column
+        ('W("share", fp32[1, 8])', 'W("share", fp32[1, 8]), W("b", fp32[1])'),
+        ('W("share", fp32[1, 8])', 'W("share", fp32[1, 8], fmt="fp8[1, *]")'),
+        ("return y_1", "return y_1, shared"),
+        ("return y_1", "return y_1, share_1"),
+        ("return y_1", "return y_1, share"),
+    ],
+)  # fmt: skip
+def test_another_form_of_a_gate_stays(old: str, new: str):
+    assert_stays(GATED.replace(old, new))
+
+
+def test_a_gate_stays_without_a_router_that_takes_it(monkeypatch: pytest.MonkeyPatch):
+    takes = PassContext.takes
+    monkeypatch.setattr(
+        PassContext, "takes", lambda own, op, *types, **rule: "gated" not in rule and takes(own, op, *types, **rule)
+    )
+    assert_stays(GATED)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +143,24 @@ def test_another_form_stays(old: str, new: str):
 def test_among_ranks_and_without_such_a_kernel_it_stays():
     assert_stays(BEFORE, PassContext(GPU.target, GPU.backends, Mesh(tensor=2)))
     assert_stays(BEFORE, context_of(Target("cpu"), "torch", "reference"))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "is_fused"),
+    [("qwen2_moe", 48, True), ("qwen2_moe", 40, False), ("qwen3_next", 24, True), ("qwen3_5_moe", 24, True)],
+)  # width: of the shared expert; others have 24
+def test_a_gated_shared_expert_among_the_others_gives_the_logits_of_transformers(
+    name: str, width: int, is_fused: bool, tmp_path: Path
+):
+    model = tiny.save_changed(name, tmp_path / name, shared_expert_intermediate_size=width)
+
+    def rewrite(graph: Graph) -> Graph:
+        made = fuse_shared_experts(fuse_gate_up(graph), GPU)
+        routers = made.find(ops.router)
+        assert routers and all(("gated" in router.kwargs) == is_fused for router in routers)
+        return made
+
+    assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval(), rewrite)
 
 
 def packed_text(

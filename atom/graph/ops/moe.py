@@ -36,18 +36,19 @@ SPARSE_MIXED = 2  # experts of a token that sparse_mixer chooses
 
 def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | None = None, *, top_k: int,
             method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-            renormalize: bool = False, scale: float = 1.0, shared: int = 0,
-            ranks: str = "scores") -> tuple[Type, Type]:  # fmt: skip
-    experts, inner = weight.shape
+            renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
+            gated: bool = False) -> tuple[Type, Type]:  # fmt: skip
+    rows, inner = weight.shape
+    experts = int(rows) - gated
     need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
     need(method in METHODS, f"there is no routing method '{method}'; methods: {', '.join(METHODS)}")
     need(score in SCORES, f"there is no score '{score}'; scores: {', '.join(SCORES)}")
     need(ranks in RANKS, f"experts are not chosen by '{ranks}'; choices: {', '.join(RANKS)}")
     need(all(each is None or each.shape == (experts,) for each in (bias, correction)), f"{bias}, {correction}")
     need(top_k > 0 and groups > 0, f"{top_k} experts of {groups} groups")
-    candidates = int(experts) if method == "greedy" else top_groups * divide(experts, groups)
+    candidates = experts if method == "greedy" else top_groups * divide(experts, groups)
     need(top_k <= candidates, f"{top_k} experts of the {candidates} that a token may choose from")
-    need(isinstance(shared, int) and shared >= 0, f"there are {shared} shared experts")
+    need(isinstance(shared, int) and shared >= gated, f"there are {shared} shared experts{' with a gate' * gated}")
     chosen = (x.shape[0], top_k + shared)
     return Type("fp32", chosen), Type("i64", chosen)
 
@@ -55,8 +56,8 @@ def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | 
 @op(_router, weight=1)
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0, shared: int = 0,
-           ranks: str = "scores") -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
+           gated: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k] of each token's experts.
 
     Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
@@ -66,8 +67,10 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     tokens', come last with a weight of 1; there are k of both.
 
     ranks: what the correction is added to and the choice is by, scores or logits.
+    gated: the weight is [E + 1, H], and a sigmoid of x by its last row is the weight of the shared experts, not 1.
     """
-    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    experts = len(weight) - gated
+    logits = F.linear(x.float(), weight[:experts].float(), None if bias is None else bias.float())
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
     ranked = logits if ranks == "logits" else scores
     ranked = ranked if correction is None else ranked + correction.float()
@@ -82,8 +85,9 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-    common = torch.arange(len(weight), len(weight) + shared, device=ids.device).expand(len(ids), -1)
-    return torch.cat((weights * scale, weights.new_ones(common.shape)), 1), torch.cat((ids, common), 1)
+    common = torch.arange(experts, experts + shared, device=ids.device).expand(len(ids), -1)
+    share = F.linear(x.float(), weight[experts:].float()).sigmoid() if gated else weights.new_ones(len(ids), 1)
+    return torch.cat((weights * scale, share.expand(-1, shared)), 1), torch.cat((ids, common), 1)
 
 
 def _scale_by_expert(weights: Type, ids: Type, scales: Type) -> Type:
@@ -107,13 +111,13 @@ def _add_norm_router(a: Type, b: Type, norm: Type, weight: Type, bias: Type | No
 def add_norm_router(
     a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None,
     *, eps: float, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-    renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
+    renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores", gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """a and b [T, H], norm [H], the others as in router -> router(rms_norm(a + b)), rms_norm(a + b), a + b"""
     normed, total = add_rms_norm(a, b, norm, eps=eps)
     weights, ids = router(
         normed, weight, bias, correction, top_k=top_k, method=method, score=score, groups=groups,
-        top_groups=top_groups, renormalize=renormalize, scale=scale, shared=shared, ranks=ranks,
+        top_groups=top_groups, renormalize=renormalize, scale=scale, shared=shared, ranks=ranks, gated=gated,
     )  # fmt: skip
     return weights, ids, normed, total
 

@@ -105,7 +105,8 @@ def counting(runner: Runner, routers: set[Key], counts: ExpertCounts) -> Iterato
             results = run(*args, **attributes)
             if is_counted:
                 weight = op.signature.bind(*args, **attributes).arguments["weight"]
-                counts.add(results[1], len(weight), attributes["top_k"])
+                num_experts = len(weight) - attributes.get("gated", False)
+                counts.add(results[1], num_experts, attributes["top_k"])
             return results
 
         return choose

@@ -186,8 +186,10 @@ def _accepts_experts(
 
 def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None = None, correction: Type | None = None,
                     *, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1,
-                    ranks: str = "scores", **_rule: Any) -> str | None:  # fmt: skip
-    """up to 64 experts a token, softmax or corrected sigmoid"""
+                    ranks: str = "scores", gated: bool = False, **_rule: Any) -> str | None:  # fmt: skip
+    """up to 64 experts a token, softmax or corrected sigmoid; no gate of shared experts"""
+    if gated:
+        return "has no gate of shared experts"
     if ranks != "scores":
         return f"chooses by scores, not by {ranks}"
     experts, has_correction = int(weight.shape[0]), correction is not None

@@ -153,6 +153,7 @@ x, experts = bf16(7, 256), bf16(8, 64, 256)
 for rows in (7, 20):
     weights, ids = router.Router().router(bf16(rows, 256), bf16(8, 256), top_k=2)
     router.Router().add_norm_router(bf16(rows, 256), bf16(rows, 256), bf16(256), bf16(8, 256), eps=0.1, top_k=2)
+    router.Router().router(bf16(rows, 256), bf16(9, 256), top_k=2, shared=1, gated=True)
 router.Router().router(bf16(20_000, 256), bf16(128, 256), top_k=2)
 weights, ids = router.Router().router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = grouping.group(x, ids, ids.new_empty(1), experts=8)

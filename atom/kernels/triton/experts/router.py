@@ -42,6 +42,7 @@ class Rule(NamedTuple):
     scale: float
     shared: int
     ranks: str
+    gated: bool
 
 
 class Router:
@@ -53,11 +54,11 @@ class Router:
     def router(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
         method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-        renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores",
+        renormalize: bool = False, scale: float = 1.0, shared: int = 0, ranks: str = "scores", gated: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
-        experts is chosen"""
-        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks)
+        """x [T, H], weight [E, H] or, if gated, [E + 1, H], bias and correction [E] -> weights fp32[T, k] and ids
+        i64[T, k]; the first of equal experts is chosen"""
+        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks, gated)
         if 0 < len(x) <= FEW_TOKENS:
             return self._route_few(x, None, None, weight, bias, correction, 0.0, rule)[:2]
         return route(x, weight, bias, correction, rule)
@@ -66,10 +67,10 @@ class Router:
         self, a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None,
         correction: Tensor | None = None, *, eps: float, top_k: int, method: str = "greedy", score: str = "softmax",
         groups: int = 1, top_groups: int = 1, renormalize: bool = False, scale: float = 1.0, shared: int = 0,
-        ranks: str = "scores",
+        ranks: str = "scores", gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """a and b [T, H], norm [H], the rest as of `router` -> weights and ids, rms_norm(a + b), a + b"""
-        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks)
+        rule = Rule(top_k, method, score, groups, top_groups, renormalize, scale, shared, ranks, gated)
         if 0 < len(a) <= FEW_TOKENS:
             return self._route_few(a, b, norm, weight, bias, correction, eps, rule)
         x, total = normalize(a, b, norm, eps)
@@ -82,13 +83,13 @@ class Router:
         assert a.stride(1) == 1 and (b is None or b.stride(1) == 1) and weight.is_contiguous(), "rows have gaps"
         if self._arrived is None:
             self._arrived = torch.zeros(FEW_TOKENS, dtype=torch.int32, device=a.device)
-        (tokens, inner), experts, gpu = a.shape, len(weight), find_gpu(a.device)
+        (tokens, inner), rows, gpu = a.shape, len(weight), find_gpu(a.device)
         columns = next_power_of_2(inner)
-        block_e = min(max(FEW_NUMBERS // columns, 1), next_power_of_2(experts))
-        (weights, ids), constants = _results(a, rule), _constants(experts, rule, True)
-        logits = a.new_empty(tokens, experts, dtype=torch.float32)
+        block_e = min(max(FEW_NUMBERS // columns, 1), next_power_of_2(rows))
+        (weights, ids), constants = _results(a, rule), _constants(rows - rule.gated, rule, True)
+        logits = a.new_empty(tokens, rows, dtype=torch.float32)
         x, total = (a, a) if norm is None else (new_rows(a, tokens, inner), a.new_empty(tokens, inner))
-        _route_few_kernel[(-(-experts // block_e), tokens)](
+        _route_few_kernel[(-(-rows // block_e), tokens)](
             a, b, norm, weight, bias, correction, x, total, logits, weights, ids, self._arrived, a.stride(0),
             0 if b is None else b.stride(0), eps, rule.scale, INNER=inner, BLOCK_E=block_e, BLOCK_I=columns,
             **constants, num_warps=max(4, _warps_of(constants)), **gpu.options,
@@ -102,15 +103,16 @@ def route(
     """router of any number of tokens, in two launches."""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     tokens, inner = x.shape
-    experts, gpu = len(weight), find_gpu(x.device)
-    element_size = x.element_size() if x.dtype == weight.dtype else 4
+    rows, gpu = len(weight), find_gpu(x.device)
+    experts, element_size = rows - rule.gated, x.element_size() if x.dtype == weight.dtype else 4
     block_t, block_e = _choose_tiles(tokens, experts, element_size, gpu)
-    tiles = -(-tokens // block_t), -(-experts // block_e)
-    wanted = min(gpu.units // (tiles[0] * tiles[1]), -(-inner // 128))
+    tiles = -(-tokens // block_t), -(-rows // block_e)
+    num_full = tiles[0] * -(-experts // block_e)  # a gate's own tile does not change the choice
+    wanted = min(gpu.units // num_full, -(-inner // 128))
     num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 else 1  # few values, since each is one more compilation
-    logits = x.new_empty(num_parts, tokens, experts, dtype=torch.float32)
+    logits = x.new_empty(num_parts, tokens, rows, dtype=torch.float32)
     _logits_kernel[(*tiles, num_parts)](
-        x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
+        x, weight, logits, tokens, x.stride(0), ROWS=rows, INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=64,
         **({"num_stages": WIDE_STAGES} if block_e == WIDE else {}), **gpu.options,
     )  # fmt: skip
@@ -148,9 +150,10 @@ def _constants(experts: int, rule: Rule, is_few: bool) -> dict[str, Any]:
     members = next_power_of_2(experts // groups)
     block_g = next_power_of_2(groups)
     return {
-        "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "BY_LOGITS": rule.ranks == "logits",
-        "HAS_SOFTMAX": rule.score == "softmax", "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups,
-        "TOP_GROUPS": rule.top_groups, "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
+        "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "GATED": rule.gated,
+        "BY_LOGITS": rule.ranks == "logits", "HAS_SOFTMAX": rule.score == "softmax",
+        "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups, "TOP_GROUPS": rule.top_groups,
+        "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
         "BLOCK_S": next_power_of_2(max(rule.shared, 1)), "COUNTED": is_few and block_g * members <= MAX_COUNTED,
     }  # fmt: skip
 
@@ -162,16 +165,16 @@ def _warps_of(constants: dict[str, Any]) -> int:
 
 
 @jit(do_not_specialize=["tokens"])
-def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
+def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
                    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
-    """x weight over one part of the columns: logits fp32[parts, T, E], to be summed"""
+    """x weight over one part of the columns: logits fp32[parts, T, ROWS], to be summed"""
     wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     x_rows = x + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.minimum(experts, EXPERTS - 1)[:, None] * INNER
+    weight_rows = weight + tl.minimum(experts, ROWS - 1)[:, None] * INNER
     total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for first in range(part * PART, min((part + 1) * PART, INNER), BLOCK_I):
         columns = first + tl.arange(0, BLOCK_I)[None, :]
@@ -180,37 +183,39 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
         if a.dtype != b.dtype:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
-    offsets = (part * tokens + rows).to(tl.int64)[:, None] * EXPERTS + experts[None, :]
-    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
+    offsets = (part * tokens + rows).to(tl.int64)[:, None] * ROWS + experts[None, :]
+    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < ROWS)[None, :])
 
 
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
-                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
-                   HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                   RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-                   COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+                   BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+                   TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights."""
+    ROWS: tl.constexpr = EXPERTS + GATED
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    _choose(logits + token * EXPERTS, tokens.to(tl.int64) * EXPERTS, bias, correction, weights, ids, token, scale,
-            NUM_PARTS, EXPERTS, TOP_K, SHARED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE,
-            BLOCK_G, BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
+    _choose(logits + token * ROWS, tokens.to(tl.int64) * ROWS, bias, correction, weights, ids, token, scale, NUM_PARTS,
+            EXPERTS, TOP_K, SHARED, GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G,
+            BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
 
 
 @jit
 def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, weights, ids, arrived, a_stride, b_stride,
                       eps, scale, INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-                      EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
-                      HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
-                      TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr,
+                      EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+                      BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
+                      GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
+                      BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
     """Scores of BLOCK_E experts for one token; the last of its programs to arrive chooses."""
+    ROWS: tl.constexpr = EXPERTS + GATED
     part, token = tl.program_id(0), tl.program_id(1)
     experts, inner = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_I)
     is_inner = inner < INNER
-    rows = weight + tl.minimum(experts, EXPERTS - 1)[:, None] * INNER
+    rows = weight + tl.minimum(experts, ROWS - 1)[:, None] * INNER
     tile = tl.load(rows + inner[None, :], mask=is_inner[None, :], other=0.0)
     if norm is not None:
         norm_weight = tl.load(norm + inner, mask=is_inner, other=0.0).to(tl.float32)
@@ -224,23 +229,24 @@ def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, we
             tl.store(x + token * INNER + inner, rounded, mask=is_inner)
         row = rounded.to(tl.float32)
     scores = tl.sum(tile.to(tl.float32) * row[None, :], 1)
-    tl.store(logits + token * EXPERTS + experts, scores, mask=experts < EXPERTS)
+    tl.store(logits + token * ROWS + experts, scores, mask=experts < ROWS)
     tl.debug_barrier()
     if tl.atomic_add(arrived + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + token, 0)
-        _choose(logits + token * EXPERTS, 0, bias, correction, weights, ids, token, scale, 1, EXPERTS, TOP_K, SHARED,
-                BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
+        _choose(logits + token * ROWS, 0, bias, correction, weights, ids, token, scale, 1, EXPERTS, TOP_K, SHARED,
+                GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
                 COUNTED)  # fmt: skip
 
 
 @jit
 def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, NUM_PARTS: tl.constexpr,
-            EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BY_LOGITS: tl.constexpr,
-            HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-            RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-            COUNTED: tl.constexpr):  # fmt: skip
+            EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+            BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+            TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_S: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
     """A token's experts and their weights by its logits, in parts to be summed; experts are a rectangle, a row a group.
 
+    With GATED a logit of the shared experts comes after those of the routed ones.
     With COUNTED an expert's place among the chosen is the number of better ones.
     """
     members: tl.constexpr = EXPERTS // GROUPS
@@ -252,6 +258,12 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
     scores = tl.zeros([BLOCK_G, BLOCK_M], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         scores += tl.load(logits + part * part_stride + experts, mask=is_expert, other=0.0, cache_modifier=".cg")
+    share = tl.full([BLOCK_S], 1.0, tl.float32)  # of each shared expert
+    if GATED:
+        gate = tl.zeros([BLOCK_S], tl.float32)
+        for part in tl.static_range(NUM_PARTS):
+            gate += tl.load(logits + part * part_stride + EXPERTS, cache_modifier=".cg")
+        share = tl.sigmoid(gate)
     if bias is not None:
         scores += tl.load(bias + experts, mask=is_expert, other=0.0).to(tl.float32)
     ranks = scores
@@ -294,7 +306,7 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
     if SHARED > 0:
         common = tl.arange(0, BLOCK_S)
         tl.store(ids + row + TOP_K + common, (EXPERTS + common).to(tl.int64), mask=common < SHARED)
-        tl.store(weights + row + TOP_K + common, tl.full([BLOCK_S], 1.0, tl.float32), mask=common < SHARED)
+        tl.store(weights + row + TOP_K + common, share, mask=common < SHARED)
 
 
 @jit

@@ -24,6 +24,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "one group of three": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 1},
     "groups of one": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 12, "top_groups": 5},
     "experts that all tokens share": {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2},
+    "shared experts with a gate": {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2, "gated": True},
+    "a gate next to groups": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 2,
+                              "shared": 1, "gated": True},
     "chosen by logits": {"top_k": 3, "method": "noaux_tc", "score": "sigmoid", "renormalize": True, "ranks": "logits"},
     "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
 }  # fmt: skip
@@ -32,7 +35,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def check_router(tokens: int, experts: int, inner: int, dtype: torch.dtype, device: str, **rule: Any) -> None:
     random = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, inner, generator=random).to(dtype).to(device)
-    weight = (torch.randn(experts, inner, generator=random) / inner**0.5).to(dtype).to(device)
+    rows = experts + rule.get("gated", False)
+    weight = (torch.randn(rows, inner, generator=random) / inner**0.5).to(dtype).to(device)
     bias, correction = (torch.randn(2, experts, generator=random) / 4).to(device)
     own = Router()
     for extra in ((None, None), (bias, correction), (bias, None)):
@@ -48,7 +52,8 @@ def check_norm(tokens: int, experts: int, inner: int, dtype: torch.dtype, device
     random = torch.Generator().manual_seed(tokens)
     a, b = torch.randn(2, tokens, inner + 8, generator=random).to(dtype).to(device)[..., :inner]  # with gaps
     norm = torch.randn(inner, generator=random).to(dtype).to(device)
-    weight = (torch.randn(experts, inner, generator=random) / inner**0.5).to(dtype).to(device)
+    rows = experts + rule.get("gated", False)
+    weight = (torch.randn(rows, inner, generator=random) / inner**0.5).to(dtype).to(device)
     own = Router()
     for _ in range(2):  # the counters are as they were
         weights, ids, x, total = own.add_norm_router(a, b, norm, weight, eps=0.01, **rule)
@@ -118,7 +123,12 @@ def test_a_weight_in_float32_scores_tokens_of_any_dtype(triton_device):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
 def test_sums_are_normed_ahead_of_the_choice(tokens, dtype, triton_device):
-    for inner, name in ((20, "renormalized"), (600, "experts that all tokens share"), (33, "pairs of the best")):
+    for inner, name in (
+        (20, "renormalized"),
+        (600, "experts that all tokens share"),
+        (33, "pairs of the best"),
+        (24, "shared experts with a gate"),
+    ):
         check_norm(tokens, 12, inner, dtype, triton_device, **ROUTERS[name])
 
 
@@ -135,8 +145,24 @@ def test_the_first_of_equal_experts_is_chosen(tokens, experts, triton_device, mo
     assert_equal(weights.sum(1), torch.ones(tokens, device=triton_device))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 130])
+@pytest.mark.parametrize("experts", [6, 60, pytest.param(512, marks=pytest.mark.gpu)])
+def test_the_gate_of_shared_experts_is_a_row_after_theirs(tokens, experts, triton_device):
+    rule = {"top_k": 4, "renormalize": True, "shared": 3, "gated": True}
+    check_router(tokens, experts, 40, torch.float32, triton_device, **rule)
+    x, weight = torch.randn(tokens, 40).to(triton_device), torch.zeros(experts + 1, 40).to(triton_device)
+    weight[-1] = 1.0  # by far the best, were it an expert
+    weights, ids = Router().router(x.abs(), weight, **rule)
+    assert ids.tolist() == [[0, 1, 2, 3, experts, experts + 1, experts + 2]] * tokens
+    assert_equal(
+        weights, torch.cat([torch.full_like(weights[:, :4], 0.25), x.abs().sum(1, True).sigmoid().expand(-1, 3)], 1)
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 8, 9])
-@pytest.mark.parametrize(("experts", "inner"), [(64, 2048), (128, 2048), (32, 2880), (256, 7168), (384, 7168)])
+@pytest.mark.parametrize(("experts", "inner"), [(64, 2048), (128, 2048), (32, 2880), (256, 7168), (384, 7168),
+                                                 (512, 2048)])  # fmt: skip
 def test_routers_of_models_are_normed_ahead_of_the_choice(tokens, experts, inner):
     check_norm(tokens, experts, inner, torch.float32, "cuda", top_k=8, renormalize=True)
+    check_norm(tokens, experts, inner, torch.float32, "cuda", top_k=8, renormalize=True, shared=1, gated=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from gpu.steps import GREEDY, set_depth
+from gpu.steps import FIELDS, GREEDY, set_depth
 from law import relative_error
 from probe import assert_logits, logits_of
 
 from atom import LLMEngine, SamplingParams
+from atom.graph import ops
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,21 @@ def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, op
     assert_greedy(engine, [tiny.prompt(40, seed=1)], model)
     assert engine.metrics.scheduler.num_ahead > 0
     assert (level == 3) == bool(engine._engine.runner.graphs.sizes)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(("name", "width"), [("qwen2_moe", 48), ("qwen3_next", 24), ("qwen3_5_moe", 24)])
+def test_a_gated_shared_expert_is_one_of_the_others(name: str, width: int, level: int, gpu_cache: Path, tmp_path: Path):
+    """width: of the shared expert; others have 24"""
+    model = tiny.save_changed(name, tmp_path / name, shared_expert_intermediate_size=width).eval()
+    fields = {**FIELDS, "cache": str(gpu_cache), "level": level, "max_num_batched_tokens": 64}
+    engine = LLMEngine(model=str(tmp_path / name), **fields)
+    graph = engine._engine.runner.model.graph  # type: ignore[attr-defined]
+    routers = graph.find(ops.router) + graph.find(ops.add_norm_router)
+    assert routers and all(router.kwargs["gated"] for router in routers)
+    assert_logits(engine, tiny.prompt(100), model)
+    assert_greedy(engine, [tiny.prompt(length, seed=length) for length in (40, 1, 17)], model)
+    engine.close()
 
 
 @pytest.mark.parametrize("name", EVENTFUL)

@@ -42,12 +42,29 @@ from atom.kernels.triton.padded_alloc import new_rows, readable_rows
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
 TOKENS = gl.constexpr(8)  # rows of x in a box, the minimum of an mma
 ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-MAX_CHOSEN = TOKENS.value  # experts of a token
+MAX_CHOSEN = 16  # experts of a token
+MAX_CHOSEN_PACKED = 8  # that are unpacked with more than a scale, whose boxes have 64 rows
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory besides its stages
 MAX_STAGES = 8
 PROGRAMS = {8: 2, 4: 3}  # max on a multiprocessor if columns are split, by a number's bits; no plain ones are
 MIN_STEPS = 4  # of a split
+
+
+class Sizes(NamedTuple):
+    """Rows of a box of the weight, and of x."""
+
+    rows: int = ROWS.value
+    tokens: int = TOKENS.value
+
+    @classmethod
+    def of_chosen(cls, top_k: int) -> Sizes:
+        """With 8 rows or more of each of a token's experts, and a row of x for each."""
+        parts = next_power_of_2(top_k)
+        return cls(max(ROWS.value, 8 * parts), max(TOKENS.value, parts))
+
+
+GATE_SIZES = Sizes()
 
 
 class Ring(NamedTuple):
@@ -62,7 +79,10 @@ class Ring(NamedTuple):
         return -(-inner // (self.boxes * columns))  # no constant of a kernel, whose loop would be unrolled
 
 
-def choose_ring(programs: int, inner: int, encoding: WeightEncoding, gpu: Gpu, *, splits_columns: bool = False) -> Ring:
+def choose_ring(
+    programs: int, inner: int, encoding: WeightEncoding, gpu: Gpu, sizes: Sizes = GATE_SIZES, *,
+    splits_columns: bool = False,
+) -> Ring:  # fmt: skip
     """A ring that holds a program's part of the weight, or as much as fits where all programs run at once.
 
     splits_columns: those of a tile may be split, each of some steps, if there is room for more programs
@@ -73,7 +93,7 @@ def choose_ring(programs: int, inner: int, encoding: WeightEncoding, gpu: Gpu, *
     room = PROGRAMS.get(encoding.bits, 0) * gpu.units // programs if splits_columns else 1
     splits = max(1, min(room, steps // MIN_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
-    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(encoding))
+    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(encoding, sizes))
     return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
 
 
@@ -82,15 +102,16 @@ def columns_of(encoding: WeightEncoding) -> int:
     return int(WIDTH.value) * encoding.per_byte
 
 
-def box_bytes(encoding: WeightEncoding) -> int:
+def box_bytes(encoding: WeightEncoding, sizes: Sizes) -> int:
     """The shared memory of a box of the weight, and of x next to it."""
-    weight = ROWS.value * WIDTH.value * (2 if encoding.values is None else 1)
-    return int(weight + TOKENS.value * columns_of(encoding) * 2)
+    weight = sizes.rows * WIDTH.value * (2 if encoding.values is None else 1)
+    return int(weight + sizes.tokens * columns_of(encoding) * 2)
 
 
 @jit
 def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
-          PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+          PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+          TOKENS: gl.constexpr):  # fmt: skip
     """Fetch a stage: the weight's boxes, those of x, or both.
 
     starts: where the parts of a box begin in the weight
@@ -117,7 +138,8 @@ def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexp
 
 
 @jit
-def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+              ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
     """Shared memory for boxes of x and of the weight, the latter as tiles, and barriers."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
@@ -141,7 +163,7 @@ def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.co
 @jit
 def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
-            STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+            STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
     """A tile of the weight by x, fp32[ROWS, TOKENS], in this many steps from `begin` on, of which some were sent for.
 
     blocks: where the scales of each row begin, of which it has NUM.
@@ -188,14 +210,15 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
             operands = next_operands
         if step + STAGES < steps:
             barrier()  # all have read the stage
-            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS)
+            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS,
+                  ROWS, TOKENS)  # fmt: skip
     return acc
 
 
 @jit
 def _pick(acc, column):
     """One column of each row of acc, i32[ROWS]: fp32[ROWS]"""
-    columns = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
+    columns = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
     return gl.sum(gl.where(columns[None, :] == column[:, None], acc, 0.0), 1)
 
 
@@ -224,7 +247,7 @@ def _gate_up_kernel(
     """
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    memory, tiles = _allocate(x, weight, None, BOXES, STAGES, COLUMNS)
+    memory, tiles = _allocate(x, weight, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
     pair, first = gl.program_id(1), gl.program_id(0) * (ROWS // 2)
     each = (steps + SPLITS - 1) // SPLITS
     begin = gl.program_id(2) * each
@@ -235,13 +258,14 @@ def _gate_up_kernel(
     starts = ((expert * OUT + first) // 8,)
     for stage in gl.static_range(STAGES):
         if stage < own_steps:
-            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, BOXES, COLUMNS)
+            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, BOXES, COLUMNS,
+                  ROWS, TOKENS)  # fmt: skip
     row = gl.arange(0, ROWS, layout=ROW)
     out = gl.minimum(first + row // 16 * 8 + row % 8, OUT // 2 - 1) + row // 8 % 2 * (OUT // 2)
     own = expert * OUT + out
     blocks = own // SCALE_ROWS * NUM
     acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
-                  SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
+                  SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     sums, is_last = _pick(acc, row * 0), True
     if SPLITS > 1:
         tile = pair * gl.num_programs(0) + gl.program_id(0)
@@ -267,16 +291,17 @@ def _gate_up_kernel(
 def _down_kernel(
     x, weights, ids, weight, scales, zeros, bias, y, steps, TOP_K: gl.constexpr, OUT: gl.constexpr, INNER: gl.constexpr,
     VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """ROWS / PARTS outputs of a token, summed over its experts, in this many steps.
 
     PARTS: a power of 2, of which TOP_K are used.
+    ROWS, TOKENS: as `Sizes`
     """
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     EACH: gl.constexpr = ROWS // PARTS
-    memory, tiles = _allocate(x, weight, PARTS, BOXES, STAGES, COLUMNS)
+    memory, tiles = _allocate(x, weight, PARTS, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
     first_pair, first = gl.program_id(1) * TOP_K, gl.program_id(0) * EACH
     starts = ()
     for choice in gl.static_range(TOP_K):
@@ -284,7 +309,7 @@ def _down_kernel(
         starts += (expert * OUT + first,)  # type: ignore[assignment]
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _send(x, weight, first_pair, starts, stage, stage, memory, True, False, PARTS, BOXES, COLUMNS)
+            _send(x, weight, first_pair, starts, stage, stage, memory, True, False, PARTS, BOXES, COLUMNS, ROWS, TOKENS)
     row = gl.arange(0, ROWS, layout=ROW)
     choices = gl.minimum(row // EACH, TOP_K - 1)
     experts = gl.load(ids + first_pair + choices, cache_modifier=".cg").to(gl.int32)
@@ -294,10 +319,10 @@ def _down_kernel(
     tl.extra.cuda.gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS, BOXES, COLUMNS)
+            _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS, BOXES, COLUMNS, ROWS, TOKENS)
     shares = gl.load(weights + first_pair + choices)
     acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
-                  NUM, PARTS, BOXES, STAGES, COLUMNS)  # fmt: skip
+                  NUM, PARTS, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     result = _finish(_pick(acc, row // EACH), scales, blocks, bias, own, VALUES, SCALE_COLUMNS)
     result = gl.where(row // EACH < TOP_K, result.to(y.dtype.element_ty).to(gl.float32) * shares, 0.0)
     total = gl.sum(result.reshape([PARTS, EACH]), 0)
@@ -306,8 +331,8 @@ def _down_kernel(
 
 
 @functools.cache
-def _x_descriptors(columns: int) -> TensorDescriptors:
-    return TensorDescriptors((TOKENS.value, columns), gl.NVMMASharedLayout(128, 16, 2))
+def _x_descriptors(rows: int, columns: int) -> TensorDescriptors:
+    return TensorDescriptors((rows, columns), gl.NVMMASharedLayout(128, 16, 2))
 
 
 @functools.cache
@@ -329,11 +354,16 @@ def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, Weight
     return parts["values"], parts["scales"], parts.get("zeros"), encoding_of_weight(weight)
 
 
+def max_chosen(weight: Weight) -> int:
+    """The experts that a token may choose."""
+    return MAX_CHOSEN if _parts(weight)[-1].values in (None, "e4m3") else MAX_CHOSEN_PACKED
+
+
 def suits_few(x: Tensor, ids: Tensor, gate_up: Weight) -> bool:
     """Whether these tokens go through their experts without being grouped; packed ones are laid out for it."""
     _, out, inner = gate_up.shape
     max_tokens = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
-    is_few = 0 < len(x) <= max_tokens and ids.shape[1] <= MAX_CHOSEN
+    is_few = 0 < len(x) <= max_tokens and ids.shape[1] <= max_chosen(gate_up)
     return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
 
 
@@ -366,7 +396,7 @@ def multiply_gate_up(
     y, partial = new_rows(x, ids.numel(), out // 2), None
     if ring.splits > 1:
         partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
-    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    x_tiles = _x_descriptors(TOKENS.value, columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _gate_up_kernel[(tiles, len(y), ring.splits)](
         x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
         ring.steps(inner, columns), ids.shape[1], out, inner, encoding.values, columns, encoding.rows,
@@ -383,16 +413,16 @@ def multiply_down(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias:
     values, scales, zeros, encoding = _parts(weight)
     experts, out, inner = weight.shape
     (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(encoding)
-    parts = next_power_of_2(top_k)
-    each = ROWS.value // parts
+    parts, sizes = next_power_of_2(top_k), Sizes.of_chosen(top_k)
+    each = sizes.rows // parts
     tiles = -(-out // each)
-    ring = choose_ring(tiles * next_power_of_2(tokens), inner, encoding, find_gpu(x.device))
+    ring = choose_ring(tiles * next_power_of_2(tokens), inner, encoding, find_gpu(x.device), sizes)
     down_weights = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
-    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    x_tiles = _x_descriptors(sizes.tokens, columns).find(x, (readable_rows(x, sizes.tokens), inner), x.stride())
     _down_kernel[(tiles, tokens)](
         x_tiles, weights, ids, down_weights, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
-        encoding.values, columns, encoding.rows, encoding.columns, parts, ring.boxes, ring.stages, num_warps=4,
+        encoding.values, columns, encoding.rows, encoding.columns, parts, *sizes, ring.boxes, ring.stages, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
     return y

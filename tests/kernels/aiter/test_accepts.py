@@ -124,6 +124,7 @@ def test_experts_and_their_router_are_aiters(weight: str, act: str, rule: str, c
         ({"rule": PAIRS.format(4), "correction": "fp32"}, "aiter: does not choose from 4 groups of 32 experts"),
         ({"rule": PAIRS.format(8)}, "aiter: has no noaux_tc without a correction"),
         ({"rule": GREEDY, "correction": "fp32"}, "aiter: corrects only sigmoid scores, not softmax"),
+        ({"rule": "top_k=4, shared=1, gated=True"}, "aiter: has no gate of shared experts"),
     ],
 )
 def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[str, str], reason: str):

@@ -24,8 +24,9 @@ from atom.kernels.triton.padded_alloc import new_rows
 
 FEW_TOKENS = 8  # up to which tokens are normed, scored and choose in one launch
 FEW_NUMBERS = 1 << 13  # of the weight that a program holds
-MAX_COUNTED = 512  # experts that each count the better ones, which takes less time but more work; else one by one
+MAX_COUNTED = 256  # experts that each count the better ones, which takes less time but more work; else one by one
 COUNTED_TOKENS = 128  # up to which they do; a power of two, as kernels are compiled ahead for those
+SMALL_TOKENS = 256  # up to which tiles of logits are the smallest
 WIDE, WIDE_STAGES = 128, 4  # experts of the largest tile of logits, and its stages of columns
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
@@ -109,10 +110,11 @@ def route(
     tiles = -(-tokens // block_t), -(-rows // block_e)
     num_full = tiles[0] * -(-experts // block_e)  # a gate's own tile does not change the choice
     wanted = min(gpu.units // num_full, -(-inner // 128))
-    num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 else 1  # few values, since each is one more compilation
-    logits = x.new_empty(num_parts, tokens, rows, dtype=torch.float32)
+    # few values, since each is one more compilation; several of the smallest tiles share a multiprocessor
+    num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 or tokens <= SMALL_TOKENS else 1
+    logits = x.new_empty(num_parts, tokens, _stride(rows), dtype=torch.float32)
     _logits_kernel[(*tiles, num_parts)](
-        x, weight, logits, tokens, x.stride(0), ROWS=rows, INNER=inner,
+        x, weight, logits, tokens, x.stride(0), ROWS=rows, STRIDE=_stride(rows), INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=64,
         **({"num_stages": WIDE_STAGES} if block_e == WIDE else {}), **gpu.options,
     )  # fmt: skip
@@ -124,9 +126,14 @@ def route(
     return weights, ids
 
 
+def _stride(rows: int) -> int:
+    """The numbers from a token's logits to the next one's: whole words of 32 bytes, which are stored as one."""
+    return -(-rows // 8) * 8
+
+
 def _choose_tiles(tokens: int, experts: int, element_size: int, gpu: Gpu) -> tuple[int, int]:
     """Tokens and experts of a tile of logits: as many experts as leave a tile for each multiprocessor."""
-    if tokens <= 256:
+    if tokens <= SMALL_TOKENS:
         return 16, 32
     has_tensor_cores = element_size == 2
     for block_e in (WIDE, 64):
@@ -165,10 +172,10 @@ def _warps_of(constants: dict[str, Any]) -> int:
 
 
 @jit(do_not_specialize=["tokens"])
-def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
-                   BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
+def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRIDE: tl.constexpr, INNER: tl.constexpr,
+                   PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
-    """x weight over one part of the columns: logits fp32[parts, T, ROWS], to be summed"""
+    """x weight over one part of the columns: logits fp32[parts, T, STRIDE], to be summed, of which ROWS are used"""
     wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -183,8 +190,8 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, INNE
         if a.dtype != b.dtype:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
-    offsets = (part * tokens + rows).to(tl.int64)[:, None] * ROWS + experts[None, :]
-    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < ROWS)[None, :])
+    offsets = (part * tokens + rows).to(tl.int64)[:, None] * STRIDE + experts[None, :]
+    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < STRIDE)[None, :])
 
 
 @jit(do_not_specialize=["tokens"])
@@ -194,12 +201,12 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
                    TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights."""
-    ROWS: tl.constexpr = EXPERTS + GATED
+    STRIDE: tl.constexpr = (EXPERTS + GATED + 7) // 8 * 8
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    _choose(logits + token * ROWS, tokens.to(tl.int64) * ROWS, bias, correction, weights, ids, token, scale, NUM_PARTS,
-            EXPERTS, TOP_K, SHARED, GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G,
-            BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
+    _choose(logits + token * STRIDE, tokens.to(tl.int64) * STRIDE, bias, correction, weights, ids, token, scale,
+            NUM_PARTS, EXPERTS, TOP_K, SHARED, GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS,
+            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
 
 
 @jit
@@ -292,11 +299,14 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
     if COUNTED:
         places = _count_better(ranks, NUM)
     else:
+        # larger for a larger rank, of equal ones for the first
+        place, bits = tl.arange(0, NUM), (ranks + 0.0).to(tl.int32, bitcast=True)  # 0.0 for -0.0
+        keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) + (NUM - 1 - place)
         places = tl.full([NUM], TOP_K, tl.int32)
         for choice in range(TOP_K):
-            chosen = tl.min(tl.where(ranks == tl.max(ranks), experts, EXPERTS))
-            places = tl.where(experts == chosen, choice, places)
-            ranks = tl.where(experts == chosen, float("-inf"), ranks)
+            is_best = keys == tl.max(keys)
+            places = tl.where(is_best, choice, places)
+            keys = tl.where(is_best, -(1 << 63), keys)
     is_chosen = places < TOP_K
     if RENORMALIZE:
         scores = scores / tl.maximum(tl.sum(tl.where(is_chosen, scores, 0.0)), 1e-20)

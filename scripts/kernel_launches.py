@@ -526,12 +526,13 @@ def expand_adapters() -> None:
 def recur() -> None:
     """Recurrences of decodes and prompts."""
     from atom.graph import Batch
-    from atom.kernels.triton.recurrent import causal_conv, gated_delta, lightning, selective_scan, ssd
+    from atom.kernels.hopper import delta_net as hopper_net
+    from atom.kernels.triton.recurrent import causal_conv, delta_net, gated_delta, lightning, selective_scan, ssd
 
     numbers = zeros(5, dtype=torch.int32)
-    batch = Batch({}, {}, numbers, numbers[:4], 4, slots=numbers[:4])
     dtypes = torch.bfloat16, torch.float16, torch.float32
     for tokens, dtype, kept in itertools.product((4, 300), dtypes, (1, 4)):  # states of a slot
+        batch = Batch({}, {}, numbers, numbers[:4], 4 if tokens == 4 else 2, slots=numbers[:4])
         for channels, taps, kind in ((1024, 3, None), (8192, 4, "silu")):
             x, states = zeros(tokens, channels, dtype=dtype), zeros(6, kept, taps - 1, channels, dtype=dtype)
             weight, bias = zeros(channels, taps, dtype=dtype), zeros(channels, dtype=dtype) if kind else None
@@ -541,6 +542,16 @@ def recur() -> None:
         for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, False)):
             given = keys, keys, x, decay, x[..., 0], states, batch
             gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
+        qkv, conv_states = zeros(tokens, 12352, dtype=dtype), zeros(6, kept, 3, 8192, dtype=dtype)
+        parts, weight = qkv.split([8192, 4096, 32, 32], 1), zeros(8192, 4, dtype=dtype)
+        numbers_of_heads, norm = zeros(32, dtype=torch.float32), zeros(128, dtype=dtype)
+        rest = conv_states, states, batch, weight, numbers_of_heads, numbers_of_heads, norm
+        nets = [
+            delta_net.gated_delta_net,
+            *([hopper_net.decode] if hopper_net.suits(qkv, parts[2], states, batch) else []),
+        ]
+        for net in nets:
+            net(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
         lightning.batched_lightning(x, x, x, states, batch, steps[0, :, 0].contiguous(), scale=0.1)
         x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
         states = zeros(6, kept, 64, 64, 128, dtype=torch.float32)

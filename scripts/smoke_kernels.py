@@ -46,6 +46,7 @@ class Watch:
 def watch() -> set[str]:
     """The names of what runs from here on, in this process."""
     from atom.kernels.hopper import decode_attention as decode_hopper
+    from atom.kernels.hopper import delta_net as delta_hopper
     from atom.kernels.hopper import few_experts as few_hopper
     from atom.kernels.hopper import gated_linear as gate_hopper
     from atom.kernels.hopper import grouped_linear as grouped_hopper
@@ -54,6 +55,7 @@ def watch() -> set[str]:
     from atom.kernels.hopper import prefill_attention as prefill_hopper
     from atom.kernels.stable_memory import StableMemory
     from atom.kernels.triton.linear import linear
+    from atom.kernels.triton.recurrent import chunks
 
     watched = Watch()
 
@@ -74,6 +76,8 @@ def watch() -> set[str]:
         (decode_hopper, "decode", named("decode in Gluon")),
         (prefill_hopper, "prefill", named("prefill in Gluon")),
         (prefill_hopper, "prefill_expanded", named("expanded latents")),
+        (delta_hopper, "decode", named("delta rule in Gluon")),
+        (chunks, "attend_chunks", named("chunks")),
         (StableMemory, "release", named("memory released")),
     ):
         _wrap(module, function, lambda *args, names=names: watched.note(*names(*args)))

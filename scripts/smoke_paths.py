@@ -378,7 +378,9 @@ def shared_kv(session: Session) -> str:
     return session.compare(Check(session.write(gemma4()), (600,), event=check_caches))
 
 
-def recurrent(session: Session, config: dict[str, Any], bounds: Bounds = DENSE) -> str:
+def recurrent(session: Session, config: dict[str, Any], runs: tuple[str, ...] = (), bounds: Bounds = DENSE) -> str:
+    """runs: on Hopper, see `Check`"""
+
     def check_copies(engine: LLMEngine) -> None:
         """An equal prompt begins with a copy of the state of the first one, and gives the same answer."""
         stats, prompt = engine.metrics.scheduler, draw_prompt(100, 7, 512)
@@ -388,7 +390,9 @@ def recurrent(session: Session, config: dict[str, Any], bounds: Bounds = DENSE) 
         assert first == second, f"from a copy of the state {second}, without {first}"
 
     fields = {"max_num_batched_tokens": 64, "max_model_len": 512, "state_memory": 1 << 26}
-    return session.compare(Check(session.write(config), (70,), fields=fields, event=check_copies, bounds=bounds))
+    return session.compare(
+        Check(session.write(config), (70,), fields=fields, event=check_copies, runs=runs, bounds=bounds)
+    )
 
 
 def short_convolution(session: Session) -> str:
@@ -396,11 +400,11 @@ def short_convolution(session: Session) -> str:
 
 
 def delta_rule(session: Session) -> str:
-    return recurrent(session, qwen3_5())
+    return recurrent(session, qwen3_5(), ("delta rule in Gluon", "chunks"))
 
 
 def mamba_2(session: Session) -> str:
-    return recurrent(session, nemotron_h())
+    return recurrent(session, nemotron_h(), ("chunks",))
 
 
 def selective_scan(session: Session) -> str:
@@ -408,7 +412,7 @@ def selective_scan(session: Session) -> str:
 
 
 def lightning(session: Session) -> str:
-    return recurrent(session, minimax(), ROUTED)
+    return recurrent(session, minimax(), ("chunks",), ROUTED)
 
 
 def check_drafts(engine: LLMEngine) -> None:

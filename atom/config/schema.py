@@ -556,6 +556,7 @@ class PassesConfig:
     fuse_linear_gate: bool = True  # merge a linear and the gated activation after it
     fuse_norm_linear: bool = True  # merge a norm and the linear that reads it
     fuse_norm_router: bool = True  # merge a norm and the router that reads it
+    fuse_gated_delta: bool = True  # merge convolution, gates and norm into a gated delta rule
     fuse_norm_rope_attention: bool = True  # merge norms, rope and the cache write into a decode's attention
     fuse_gate_quant: bool = True  # have gates quantize their rows for the next linear
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -119,12 +119,15 @@ class Graph:
         with before.graph.inserting_before(before):
             return self.program_of(before).call(op, *args, name=name, **kwargs)
 
-    def replace(self, mapping: Mapping[Node, Node]) -> None:
-        """Replace every use of a key by its value, then erase nodes without users."""
+    def replace(self, mapping: Mapping[Node, Node], written: Collection[Node] = ()) -> None:
+        """Replace every use of a key by its value, then erase nodes without users.
+
+        written: calls whose states the new ones write; others that write a state are never dead
+        """
         for old, new in mapping.items():
             old.replace_all_uses_with(new)
             new.name, old.name = old.name, new.name
-        _erase_unused(mapping)
+        _erase_unused(mapping, written)
         self.num_rewrites += 1
 
     def recipes(self) -> list[Recipe]:
@@ -235,7 +238,7 @@ def _numbered(name: str) -> Iterator[str]:
     return chain([name], (f"{name}_{number}" for number in count(1)))
 
 
-def _erase_unused(nodes: Iterable[Node]) -> None:
+def _erase_unused(nodes: Iterable[Node], written: Collection[Node]) -> None:
     waiting = list(nodes)[::-1]
     erased: set[Node] = set()
     while waiting:
@@ -244,7 +247,7 @@ def _erase_unused(nodes: Iterable[Node]) -> None:
             continue
         call = call_of(node)
         results = results_of(call)
-        if call.target.is_state or any(result.users for result in results):
+        if (call.target.is_state and call not in written) or any(result.users for result in results):
             continue
         waiting += call.all_input_nodes
         for dead in dict.fromkeys((*results, call)):

@@ -22,6 +22,5 @@ def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
         args, attributes = (*written.args[:7], *attention.args[1:]), {**written.kwargs, **attention.kwargs}
         if context.takes(ops.norm_rope_attention, *map(type_of, args), **attributes):
             fused = graph.insert(attention, ops.norm_rope_attention, *args, **attributes)
-            graph.replace({attention: fused})
-            written.graph.erase_node(written)  # explicitly, since a call that writes a cache is never dead
+            graph.replace({attention: fused}, written=(written,))
     return graph

@@ -68,7 +68,7 @@ from atom.graph.ops.latent import (
     norm_rope_write_latent,
     paged_mla_attention,
 )  # fmt: skip
-from atom.graph.ops.linear_attention import gated_delta, lightning
+from atom.graph.ops.linear_attention import gated_delta, gated_delta_net, lightning
 from atom.graph.ops.lora import ends_of_experts, expand_lora, grouped_lora, lora, pair_adapters
 from atom.graph.ops.moe import (
     add_norm_router,
@@ -92,10 +92,10 @@ __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
     "add_norm_linear", "add_norm_router", "add_rms_norm", "all_gather", "all_reduce", "attend", "attend_latent",
     "attention", "causal_conv", "causal_mask", "clamp", "collect", "combine", "dispatch", "embedding",
-    "ends_of_experts", "expand_lora", "experts", "gated_activate", "gated_delta", "gated_linear", "gather_tokens",
-    "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "join",
-    "layer_norm", "lightning", "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul",
-    "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "pad",
+    "ends_of_experts", "expand_lora", "experts", "gated_activate", "gated_delta", "gated_delta_net", "gated_linear",
+    "gather_tokens", "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share",
+    "join", "layer_norm", "lightning", "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention",
+    "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "pad",
     "paged_attention", "paged_mla_attention", "pair_adapters", "plain_experts", "receive", "recurrent",
     "reduce_scatter", "rms_norm", "rope", "rotary", "router", "row_shape", "run_batch", "scale", "scale_by_expert",
     "scale_by_rms", "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay",

@@ -54,18 +54,20 @@ OPS: dict[str, Op] = {}
 def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, level: str | None = None, state: bool = False,
     weight: int | tuple[int, ...] = (), collective: bool = False, heads: Mapping[str, int | None] | None = None,
+    state_flops: int = 0,
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
     """Make an op from a reference body and a shape rule.
 
     weight: which argument is one, see `Op.weights`.
     heads: of an op that computes heads or channels apart, by parameter, the dim that has them, which ranks divide; None
         of an attribute that counts them. The result has them in dim 1.
+    state_flops: see `Op.state_flops`
     """
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)
         made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body), collective,
-                  heads=heads or {})  # fmt: skip
+                  heads=heads or {}, state_flops=state_flops)  # fmt: skip
         OPS[made.name] = made
         return made
 

@@ -1,4 +1,4 @@
-"""Linear attention: the gated delta rule, and lightning attention.
+"""Linear attention: the gated delta rule and all of a block around it, and lightning attention.
 
 A head's state is a matrix [K, V] that maps keys to values. Each token adds its own pair, and its query reads the state
 in place of all earlier keys. A decay is given as its logarithm, 0 or less.
@@ -8,11 +8,17 @@ o = gated_delta(q, k, v, decay, beta, STATE("model.layers.0", fp32[32, 128, 128]
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from atom.graph.ops.base import divide
+from atom.graph.batch import Batch
+from atom.graph.ops.attention import merge_heads, split_heads
+from atom.graph.ops.base import LOWERED, OPS, divide, op
+from atom.graph.ops.dense import ACTIVATIONS, activate, mul, rms_norm
 from atom.graph.ops.recurrent import recurrent
+from atom.graph.ops.state_space import ssm_decay
 from atom.graph.recipes import State
 from atom.graph.types import Type, need
 
@@ -63,6 +69,55 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
 def read(state: Tensor, query: Tensor) -> Tensor:
     """What states [N, K, V] give for the queries [N, K] -> [N, V]"""
     return (query.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def _gated_delta_net(
+    qkv: Type, z: Type, a: Type, b: Type, conv_state: State, state: State, batch: Any, conv: Type, a_log: Type,
+    bias: Type, norm: Type, *, key_heads: int, scale: float, eps: float, kind: str = "silu", beta_scale: float = 1.0,
+    normalize: bool = False,
+) -> Type:  # fmt: skip
+    need(isinstance(state, State) and len(state.type.shape) == 3, f"{state} is no state of a delta rule")
+    heads, dim, width = (int(size) for size in state.type.shape)
+    tokens, channels = qkv.shape
+    divide(heads, key_heads)
+    need(channels == 2 * key_heads * dim + heads * width, f"{channels} channels are not q, k and v of {state.type}")
+    need(z == Type(qkv.dtype, (tokens, heads * width)), f"the gate is {z} for {state.type}")
+    need(b.shape == (tokens, heads), f"beta is {b} for {heads} heads")
+    need(kind in ACTIVATIONS, f"{kind} is no activation")
+    need(norm.shape == (width,), f"the norm is {norm} for {state.type}")
+    OPS["batched_causal_conv"].infer(qkv, conv_state, batch, conv, kind="silu")
+    ssm_decay.infer(a, a_log, bias)
+    need(int(a.shape[1]) in (heads, heads * dim), f"the decays are {a} for {state.type}")
+    return z
+
+
+@op(_gated_delta_net, level=LOWERED, state=True, state_flops=6)
+def gated_delta_net(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
+    a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
+    beta_scale: float = 1.0, normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """The gated delta rule of a batch with its convolution, gates and norm, between the projections of its block.
+
+    qkv [T, 2 Nk K + N V], z [T, N V], a [T, N] or [T, N K], b [T, N], conv [2 Nk K + N V, taps], a_log [N], bias as a,
+    norm [V], states of slots as in the ops that it is made of -> [T, N V]
+
+    q, k, v = causal_conv(qkv); o = gated_delta(q, k, v, ssm_decay(a, a_log, bias), sigmoid(b) beta_scale);
+    rms_norm(o, norm) act(z), head by head
+
+    kind: of the activation of z
+    """
+    heads, dim, _ = state.shape[2:]
+    mixed = OPS["batched_causal_conv"](qkv, conv_state, batch, conv, kind="silu")
+    q, k, v = mixed.split([key_heads * dim, key_heads * dim, z.shape[1]], 1)
+    q, k, v = split_heads(q, heads=key_heads), split_heads(k, heads=key_heads), split_heads(v, heads=heads)
+    decay = ssm_decay(a, a_log, bias)
+    decay = decay if decay.shape[1] == heads else split_heads(decay, heads=heads)
+    beta = activate(b, kind="sigmoid") * beta_scale
+    o = OPS["batched_gated_delta"](q, k, v, decay, beta, state, batch, scale=scale, normalize=normalize)
+    gate = activate(split_heads(z, heads=heads), kind=kind)
+    made: Tensor = merge_heads(mul(rms_norm(o, norm, eps=eps), gate))
+    return made
 
 
 def _lightning(q: Type, k: Type, v: Type, state: State, slopes: Type, *, scale: float = 1.0) -> Type:

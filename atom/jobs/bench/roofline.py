@@ -191,7 +191,7 @@ def program_costs(program: Program) -> Costs:
         if node.target in ATTENTION:
             costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
         elif node.target.state_flops:
-            costs.recurrent.append(recurrence_costs(node))
+            costs.recurrent += recurrence_costs(node)
         else:
             costs.matmuls += matmuls
         if not matmuls:
@@ -254,9 +254,10 @@ def attention_costs(node: Node, weight: Matmul | None) -> Attention:
     return Attention(None, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
 
 
-def recurrence_costs(node: Node) -> Recurrence:
-    (state,) = (leaf for leaf in node_leaves(node) if isinstance(leaf, State))
-    return Recurrence((state.rule, state.type.num_bytes), node.target.state_flops * state.type.num_elements)
+def recurrence_costs(node: Node) -> list[Recurrence]:
+    states = [leaf for leaf in node_leaves(node) if isinstance(leaf, State)]
+    flops = node.target.state_flops
+    return [Recurrence((each.rule, each.type.num_bytes), flops * each.type.num_elements) for each in states]
 
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:

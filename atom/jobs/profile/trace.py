@@ -25,7 +25,10 @@ KINDS = {
     "matrix": re.compile(
         r"linear|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])", re.IGNORECASE
     ),
-    "recurrent": re.compile(r"causal_conv|gated_delta|(?<![a-z])ssd(?![a-z])|selective_scan|lightning", re.IGNORECASE),
+    "recurrent": re.compile(
+        r"causal_conv|gated_delta|solve_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
+        re.IGNORECASE,
+    ),
 }
 
 

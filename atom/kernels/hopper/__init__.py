@@ -39,6 +39,7 @@ SCALED_COLUMNS = {
     **dict.fromkeys(("q4_k", "q5_k", "q6_k"), (256,)),
 }
 HEAD_DIMS = (64, 128, 256)
+STATE_DIMS = (64, 128)
 LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
 
 
@@ -107,6 +108,14 @@ def accepts_experts(
         refused = None
     known = triton.accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)
     return refused or _refuse_dtype(x) or known
+
+
+def accepts_delta_net(target: Target, qkv: Type, *types: Any, **attributes: Any) -> str | None:
+    """bf16; keys and values of 64 or 128 dims"""
+    heads = types[4].type.shape[1:]
+    if any(int(dim) not in STATE_DIMS for dim in heads):
+        return f"a head's state is {heads[0]} x {heads[1]}, not of 64 or 128"
+    return _refuse_dtype(qkv) or triton.accepts_delta_net(target, qkv, *types, **attributes)
 
 
 def accepts_adapters(_target: Target, _y: Type, x: Type, a: Type, b: Type, *_types: Any) -> str | None:
@@ -222,6 +231,12 @@ def _load_latent(context: LoadContext) -> object:
     return SimpleNamespace(paged_mla_attention=context.share(PagedLatentAttention))
 
 
+def _load_delta_net(_context: LoadContext) -> object:
+    from atom.kernels.hopper import delta_net
+
+    return delta_net
+
+
 def _load_experts(context: LoadContext) -> object:
     from atom.kernels.hopper.experts import Experts
 
@@ -261,6 +276,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_attention, _load_attention, accepts_attention),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED, acts=GIVEN, packed_layout=_layout),
     _kernel(ops.grouped_lora, _load_lora, accepts_adapters),

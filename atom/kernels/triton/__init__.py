@@ -20,7 +20,7 @@ import torch
 
 from atom.cache import Cache
 from atom.errors import UnsupportedError
-from atom.graph import KV, ops
+from atom.graph import KV, State, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
@@ -216,6 +216,15 @@ def accepts_delta(_target: Target, q: Type, *_types: Any, **_attributes: Any) ->
     return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
 
 
+def accepts_delta_net(
+    _target: Target, _qkv: Type, _z: Type, _a: Type, _b: Type, _conv: State, state: State, *_types: Any,
+    **_attributes: Any,
+) -> str | None:  # fmt: skip
+    """keys of up to 256 dims"""
+    dim = int(state.type.shape[1])
+    return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
+
+
 def accepts_scan(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
     """channels of up to 256 numbers of state"""
     size = int(b.shape[-1])
@@ -290,6 +299,12 @@ def _load_delta(_context: LoadContext) -> object:
     return gated_delta
 
 
+def _load_delta_net(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import delta_net
+
+    return delta_net
+
+
 def _load_lightning(_context: LoadContext) -> object:
     from atom.kernels.triton.recurrent import lightning
 
@@ -329,6 +344,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
+    _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.OPS["batched_lightning"], _load_lightning, accepts_delta),
     _kernel(ops.OPS["batched_selective_scan"], _load_scan, accepts_scan),
     _kernel(ops.OPS["batched_ssd"], _load_ssd, accepts_scan),

@@ -203,8 +203,8 @@ def with_drafts(run: Callable[..., Tensor], case: Case, kept: int, first: int, *
         counts = [1] * num_tokens if in_rows and at else [num_tokens]
         lengths = [at + end for end in accumulate(counts)]
         batch = Batch(
-            {}, {}, torch.tensor([*accumulate(counts, initial=0)]).int(), torch.tensor(lengths).int(), len(counts),
-            slots=torch.tensor([1] * len(counts)).int(),
+            {}, {}, torch.tensor([*accumulate(counts, initial=0)]).int(), torch.tensor(lengths).int(),
+            len(counts) if at else 0, counts[0], torch.tensor([1] * len(counts)).int(),
         )  # fmt: skip
         parts.append(run(*values, slots, batch, *case.weights, **case.attributes)[:num_right])
         at, num_right = at + num_right, 1 + len(parts) % kept

@@ -94,6 +94,7 @@ def test_a_trace_without_events_is_an_error():
         ("void at::native::elementwise_kernel<128>", None),
         ("decode_kernel", "attention"),
         ("_gated_delta", "recurrent"),
+        ("_gated_delta_net", "recurrent"),
         ("cpp.batched_ssd", "recurrent"),
         ("_causal_conv", "recurrent"),
         ("paged_mla_attention", "attention"),

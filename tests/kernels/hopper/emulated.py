@@ -177,6 +177,7 @@ def _language() -> Any:
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         where=torch.where, join=lambda a, b: torch.stack((a, b), -1), sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
+        exp=torch.exp, rsqrt=torch.rsqrt, sigmoid=torch.sigmoid,
         expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip

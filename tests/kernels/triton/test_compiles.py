@@ -23,7 +23,7 @@ from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_ke
 from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
-from atom.kernels.triton.recurrent import causal_conv, gated_delta, ssd
+from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
@@ -59,7 +59,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               gated_delta, ssd):
+               chunks, delta_net, gated_delta, ssd):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -121,6 +121,11 @@ causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf
 states = torch.zeros(5, 4, 8, 128, 128)
 for decay in (torch.zeros(9, 8), torch.zeros(9, 8, 128)):
     gated_delta.batched_gated_delta(q, q, q, decay, q[..., 0], states, in_slots, scale=0.1, normalize=True)
+qkv, in_slots = bf16(9, 4 * 1024 + 16), in_slots._replace(num_decodes=2)
+delta_net.gated_delta_net(
+    qkv[:, :3072], qkv[:, 3072:4096], qkv[:, 4096:4104], qkv[:, 4104:], bf16(5, 4, 3, 3072), states, in_slots, bf16(3072, 4),
+    torch.zeros(8), torch.zeros(8), bf16(128), key_heads=8, scale=0.1, eps=1e-6,
+)
 ssd.batched_ssd(q, torch.zeros(9, 8), k, k, states, in_slots, torch.zeros(8), torch.zeros(8))
 rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
 state = RequestState(3, 500, "cpu")
@@ -191,6 +196,8 @@ NAMES = {
     "speculation": "_find _repeat _accept _finish _keep _draw_noise _largest_of_part _best_of_part _best_of_row",
     "causal_conv": "_causal_conv",
     "gated_delta": "_gated_delta",
+    "chunks": "_solve_chunks _pass_state",
+    "delta_net": "_gated_delta_gates _gated_delta_norm",
     "ssd": "_ssd",
     "sampling": "_summarize _limit _gather _draw _score",
 }

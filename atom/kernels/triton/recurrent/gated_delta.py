@@ -1,10 +1,9 @@
-"""The gated delta rule of a step's sequences, token by token.
+"""The gated delta rule of a step's sequences.
 
     o = batched_gated_delta(q, k, v, decay, beta, state, batch, scale=0.088, normalize=True)
 
-A program keeps some columns of a head's state in registers while it goes through a sequence's tokens. That reads and
-writes the state of a decode once; of a long prompt few multiprocessors are busy. It stores the states after the last
-tokens, as many as a slot keeps.
+Decodes go token by token: a program keeps some columns of a head's state in registers, so that it is read and written
+once. So do prompts that `chunks` does not take, and the last tokens of others if a slot keeps the states after several.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from atom.graph.ops.linear_attention import L2_EPS
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.recurrent.states import row_of
+from atom.kernels.triton.recurrent import chunks
+from atom.kernels.triton.recurrent.states import first_token, row_of
 
 COLUMNS = 32  # of a program
 
@@ -35,15 +35,17 @@ def _unit(x, EPS: tl.constexpr):
 
 
 @jit(
-    do_not_specialize=["q_stride", "k_stride", "v_stride"],
+    do_not_specialize=["num_whole", "q_stride", "k_stride", "v_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "lengths"],
 )
 def _gated_delta(
-    q, k, v, decay, beta, states, slots, starts, lengths, out, q_stride, k_stride, v_stride, SCALE: tl.constexpr,
-    EPS: tl.constexpr, BY_DIM: tl.constexpr, KEPT: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, decay, beta, states, slots, starts, lengths, out, num_whole, q_stride, k_stride, v_stride,
+    SCALE: tl.constexpr, EPS: tl.constexpr, BY_DIM: tl.constexpr, KEPT: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EPS: added to squared lengths of keys and queries, which are normalized then; None: they are not"""
+    """num_whole: sequences of which all tokens are taken; of the others the last KEPT - 1
+    EPS: added to squared lengths of keys and queries, which are normalized then; None: they are not
+    """
     wait_for_inputs(PDL)
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -51,14 +53,17 @@ def _gated_delta(
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
     num_before = tl.load(lengths + sequence) - count
+    begin = first_token(sequence, count, num_whole, KEPT)
+    if begin >= count:
+        return
     slot = tl.load(slots + sequence)
     size: tl.constexpr = HEADS * DIM * WIDTH
     places = states + (head * DIM + dims[:, None]) * WIDTH + columns[None, :]
     is_there = (dims < DIM)[:, None] & (columns < WIDTH)[None, :]
-    before = places + row_of(slot, num_before, KEPT) * size
-    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
+    before = places + row_of(slot, num_before + begin, KEPT) * size
+    state = tl.load(before, mask=is_there & (num_before + begin > 0), other=0.0).to(tl.float32)
     of_key = head // (HEADS // KEY_HEADS) * DIM
-    for t in range(count):
+    for t in range(begin, count):
         token = first + t
         key = _load_row(k + token * k_stride + of_key, dims, DIM)
         query = _load_row(q + token * q_stride + of_key, dims, DIM)
@@ -85,10 +90,15 @@ def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Te
     heads, width = v.shape[1:]
     key_heads, dim = q.shape[1:]
     out = v.new_empty(v.shape)
-    grid = (len(batch.slots) * heads, -(-width // COLUMNS))
-    _gated_delta[grid](
-        q, k, v, decay.contiguous(), beta.contiguous(), state, batch.slots, batch.starts, batch.lengths, out,
-        q.stride(0), k.stride(0), v.stride(0), scale, L2_EPS if normalize else None, decay.dim() == 3, state.shape[1],
-        key_heads, heads, dim, width, BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
-    )  # fmt: skip
+    decay, beta, kept, eps = decay.contiguous(), beta.contiguous(), state.shape[1], L2_EPS if normalize else None
+    num_sequences, num_whole = len(batch.slots), len(batch.slots)
+    if batch.num_decodes < num_sequences and decay.dim() == 2 and chunks.suits(v, dim):
+        chunks.attend_chunks(q, k, v, state, batch, out, steps=decay, beta=beta, scale=scale, eps=eps, is_delta=True)
+        num_whole = batch.num_decodes
+    if num_sequences := num_sequences if kept > 1 else num_whole:
+        _gated_delta[num_sequences * heads, -(-width // COLUMNS)](
+            q, k, v, decay, beta, state, batch.slots, batch.starts, batch.lengths, out, num_whole, q.stride(0),
+            k.stride(0), v.stride(0), scale, eps, decay.dim() == 3, kept, key_heads, heads, dim, width,
+            BLOCK_V=COLUMNS, num_warps=4, **find_gpu(v.device).options,
+        )  # fmt: skip
     return out

@@ -1,9 +1,9 @@
-"""Mamba-2's state space model of a step's sequences, token by token.
+"""Mamba-2's state space model of a step's sequences.
 
     y = batched_ssd(x, dt, b, c, state, batch, a_log, d)
 
-A program keeps some channels of a head's state in registers while it goes through a sequence's tokens. It stores the
-states after the last tokens, as many as a slot keeps.
+Prompts go in chunks where `chunks` takes them, but for the last tokens if a slot keeps the states after several. Other
+tokens go one by one: a program keeps some channels of a head's state in registers, so that it is read and written once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from atom.graph import Batch
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.recurrent.states import row_of
+from atom.kernels.triton.recurrent import chunks
+from atom.kernels.triton.recurrent.states import first_token, row_of
 
 CHANNELS = 32  # of a program
 
 
 @jit(
-    do_not_specialize=["x_stride", "b_stride", "c_stride"],
+    do_not_specialize=["num_whole", "x_stride", "b_stride", "c_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "lengths"],
 )
 def _ssd(
-    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, x_stride, b_stride, c_stride, KEPT: tl.constexpr,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
+    x, dt, b, c, states, slots, starts, lengths, a_log, d, out, num_whole, x_stride, b_stride, c_stride,
+    KEPT: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -38,16 +39,19 @@ def _ssd(
     first = tl.load(starts + sequence).to(tl.int64)
     count = (tl.load(starts + sequence + 1) - first).to(tl.int32)
     num_before = tl.load(lengths + sequence) - count
+    begin = first_token(sequence, count, num_whole, KEPT)
+    if begin >= count:
+        return
     slot = tl.load(slots + sequence)
     size: tl.constexpr = HEADS * DIM * SIZE
     places = states + (head * DIM + channels[:, None]) * SIZE + columns[None, :]
     is_there = is_channel[:, None] & is_column[None, :]
-    before = places + row_of(slot, num_before, KEPT) * size
-    state = tl.load(before, mask=is_there & (num_before > 0), other=0.0).to(tl.float32)
+    before = places + row_of(slot, num_before + begin, KEPT) * size
+    state = tl.load(before, mask=is_there & (num_before + begin > 0), other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     skip = tl.load(d + head).to(tl.float32)
     of_group = head // (HEADS // GROUPS) * SIZE
-    for t in range(count):
+    for t in range(begin, count):
         token = first + t
         step = tl.load(dt + token * HEADS + head)
         value = tl.load(x + token * x_stride + head * DIM + channels, mask=is_channel, other=0.0).to(tl.float32)
@@ -67,11 +71,16 @@ def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batc
     assert batch.slots is not None and all(map(has_rows, (x, b, c))) and state.is_contiguous()
     heads, dim = x.shape[1:]
     groups, size = b.shape[1:]
-    out = x.new_empty(x.shape)
-    grid = (len(batch.slots) * heads, -(-dim // CHANNELS))
-    _ssd[grid](
-        x, dt.contiguous(), b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, x.stride(0),
-        b.stride(0), c.stride(0), state.shape[1], groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4,
-        **find_gpu(x.device).options,
-    )  # fmt: skip
+    out, num_sequences, num_whole = x.new_empty(x.shape), len(batch.slots), len(batch.slots)
+    dt = dt.contiguous()
+    if batch.num_decodes < num_sequences and chunks.suits(x, size):
+        rates = -a_log.float().exp()
+        chunks.attend_chunks(c, b, x, state, batch, out, steps=dt, rates=rates, beta=dt, skip=d, is_transposed=True)
+        num_whole = batch.num_decodes
+    if num_sequences := num_sequences if state.shape[1] > 1 else num_whole:
+        _ssd[num_sequences * heads, -(-dim // CHANNELS)](
+            x, dt, b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, num_whole, x.stride(0),
+            b.stride(0), c.stride(0), state.shape[1], groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4,
+            **find_gpu(x.device).options,
+        )  # fmt: skip
     return out

@@ -1,0 +1,245 @@
+"""Linear attention over prompts, in chunks of 64 tokens that tensor cores multiply.
+
+    attend_chunks(q, k, v, states, batch, out, steps=decay, beta=beta, is_delta=True, scale=0.088, eps=1e-6)
+    attend_chunks(c, b, x, states, batch, out, steps=dt, rates=-a_log.exp(), beta=dt, skip=d, is_transposed=True)
+
+Within a chunk the delta rule is a triangular system (Yang et al. 2024, section 3): with A[i, j] = beta_i (k_i . k_j)
+times the decay from j to i, for j < i, and T = (I + A)^-1, the values that the chunk adds to a state S before it are
+U - W S, where U = T (beta v) and W = T (beta k, decayed from the chunk's begin).
+
+One kernel computes U, W and the scores of queries for all chunks at once, and another goes through a sequence's
+chunks, with some columns of a head's state in registers. Without the delta rule U is beta v, and there is no W.
+
+Keys and queries stay as they are stored; the inverses of their lengths are factors of rows and columns in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph import Batch
+from atom.kernels.triton.attention.common import sequence_bucket, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.recurrent.states import find_chunk, num_chunks, row_of
+
+CHUNK = 64
+COLUMNS = 64  # of a state, of a program that passes it on
+MAX_STAGES = 3  # of what such a program loads of a chunk
+OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
+MAX_DIM = 128  # of keys and values, of which a program has all of a chunk
+
+
+@jit
+def _load_tile(x, rows, columns, mask, stride, SIZE: tl.constexpr):
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask[:, None] & (columns < SIZE)[None, :],
+                   other=0.0)  # fmt: skip
+
+
+@jit
+def _invert(a, i, j, SIZE: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [SIZE, SIZE]: of diagonal blocks, which double until one is left.
+
+    [[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]
+
+    Factors are rounded to fp16, as finely as tf32 has them: keys of unit length make none that is large.
+    """
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i >> 1 == j >> 1, a, 0.0)
+    for level in tl.static_range(1, SIZE.bit_length() - 1):
+        is_left = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
+        below = tl.dot(inverse.to(tl.float16), tl.where(is_left, a, 0.0).to(tl.float16))
+        inverse -= tl.dot(below.to(tl.float16), inverse.to(tl.float16))
+    return inverse
+
+
+@jit(
+    do_not_specialize=["num_sequences", "first_sequence", "num_tokens"],
+    do_not_specialize_on_alignment=["starts"],
+)
+def _solve_chunks(
+    q, k, v, steps, rates, beta, starts, added, keys, scores, factors, q_stride, k_stride, v_stride, num_sequences,
+    first_sequence, num_tokens, SCALE: tl.constexpr, EPS: tl.constexpr, KEPT: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_DELTA: tl.constexpr, SEQUENCES: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """U [T, N, V] to `added`, W [T, N, K] to `keys`, scores [T, N, CHUNK] and factors [3, T, N] of a chunk and a head.
+
+    steps, rates: the logarithm of a decay is their product; None: 1
+    factors: of queries that read the state, of keys that are added to it, and the decay of the whole chunk
+    IS_DELTA: without it there are neither U nor W
+    """
+    wait_for_inputs(PDL)
+    starts += first_sequence
+    sequence, at = find_chunk(starts, tl.program_id(0), num_sequences, CHUNK, SEQUENCES)
+    head = tl.program_id(1)
+    first = tl.load(starts + sequence).to(tl.int64)
+    count = (tl.load(starts + sequence + 1) - first).to(tl.int32) - (KEPT - 1)
+    if at >= count:
+        return
+    tokens = at + tl.arange(0, CHUNK)
+    is_token = tokens < count
+    rows = first + tokens
+    of_key = head // (HEADS // KEY_HEADS) * DIM
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    columns = tl.arange(0, triton.next_power_of_2(WIDTH))
+    key = _load_tile(k + of_key, rows, dims, is_token, k_stride, DIM)
+    query = _load_tile(q + of_key, rows, dims, is_token, q_stride, DIM)
+    by_head = rows * HEADS + head
+    decay = tl.where(is_token, 1.0, 0.0)
+    if steps is not None:
+        decay = tl.load(steps + by_head, mask=is_token, other=0.0).to(tl.float32)
+    if rates is not None:
+        decay *= tl.load(rates + head)
+    decayed = tl.cumsum(decay, 0)
+    if EPS is not None:
+        wide = key.to(tl.float32)
+        of_keys = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+        wide = query.to(tl.float32)
+        of_queries = SCALE * tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+    else:
+        of_keys = tl.full((CHUNK,), 1.0, tl.float32)
+        of_queries = tl.full((CHUNK,), SCALE, tl.float32)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    # what is left at token i of what token j added
+    left = tl.exp(tl.minimum(decayed[:, None] - decayed[None, :], 0.0))
+    left = tl.where(i >= j, left, 0.0) * of_keys[None, :]
+    transposed = tl.trans(key)
+    read = tl.dot(query, transposed) * left * of_queries[:, None]
+    places = by_head[:, None] * CHUNK + j
+    tl.store(scores + places, read.to(scores.dtype.element_ty), mask=is_token[:, None] & (j >= 0))
+    total = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, decayed, 0.0), 0)
+    size = num_tokens.to(tl.int64) * HEADS
+    tl.store(factors + by_head, of_queries * tl.exp(decayed), mask=is_token)
+    tl.store(factors + size + by_head, of_keys * tl.exp(total - decayed), mask=is_token)
+    tl.store(factors + 2 * size + by_head, tl.exp(total) + 0.0 * decayed, mask=is_token)
+    if IS_DELTA:
+        step = tl.load(beta + by_head, mask=is_token, other=0.0).to(tl.float32)
+        is_below = (i > j) & is_token[:, None]
+        alike = tl.dot(key, transposed)
+        inverse = _invert(tl.where(is_below, alike * left * (step * of_keys)[:, None], 0.0), i, j, CHUNK)
+        value = _load_tile(v + head * WIDTH, rows, columns, is_token, v_stride, WIDTH)
+        moved = tl.dot((inverse * step[None, :]).to(value.dtype), value)
+        places = by_head[:, None] * WIDTH + columns[None, :]
+        is_there = is_token[:, None] & (columns < WIDTH)[None, :]
+        tl.store(added + places, moved.to(added.dtype.element_ty), mask=is_there)
+        by_key = inverse * (step * of_keys * tl.exp(decayed))[None, :]
+        seen = tl.dot(by_key.to(key.dtype), key)
+        places = by_head[:, None] * DIM + dims[None, :]
+        tl.store(keys + places, seen.to(keys.dtype.element_ty), mask=is_token[:, None] & (dims < DIM)[None, :])
+
+
+@jit(
+    do_not_specialize=["first_sequence", "num_tokens"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+)
+def _pass_state(
+    q, k, v, beta, skip, keys, scores, factors, states, slots, starts, lengths, out, q_stride, k_stride, v_stride,
+    first_sequence, num_tokens, KEPT: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, IS_DELTA: tl.constexpr, IS_TRANSPOSED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What queries read, to `out`, which with the delta rule has U [T, N, V] before.
+
+    skip: [N], what of a token's own values is added; None: nothing
+    IS_TRANSPOSED: a state is [V, K], not [K, V]
+    """
+    wait_for_inputs(PDL)
+    sequence, head = first_sequence + tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    first = tl.load(starts + sequence).to(tl.int64)
+    whole = (tl.load(starts + sequence + 1) - first).to(tl.int32)
+    count = whole - (KEPT - 1)
+    if count <= 0:
+        return
+    num_before = tl.load(lengths + sequence) - whole
+    slot = tl.load(slots + sequence)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if IS_TRANSPOSED:
+        entries = (head * WIDTH + columns[None, :]) * DIM + dims[:, None]
+    else:
+        entries = (head * DIM + dims[:, None]) * WIDTH + columns[None, :]
+    is_entry = (dims < DIM)[:, None] & (columns < WIDTH)[None, :]
+    size: tl.constexpr = HEADS * DIM * WIDTH
+    before = states + row_of(slot, num_before, KEPT) * size + entries
+    state = tl.load(before, mask=is_entry & (num_before > 0), other=0.0).to(tl.float32)
+    of_key = head // (HEADS // KEY_HEADS) * DIM
+    stride = num_tokens.to(tl.int64) * HEADS
+    dtype: tl.constexpr = out.dtype.element_ty
+    for at in tl.range(0, count, CHUNK, num_stages=STAGES):
+        tokens = at + tl.arange(0, CHUNK)
+        is_token = tokens < count
+        rows = first + tokens
+        by_head = rows * HEADS + head
+        query = _load_tile(q + of_key, rows, dims, is_token, q_stride, DIM)
+        key = _load_tile(k + of_key, rows, dims, is_token, k_stride, DIM)
+        score = _load_tile(scores + head * CHUNK, rows, tl.arange(0, CHUNK), is_token, HEADS * CHUNK, CHUNK)
+        of_queries = tl.load(factors + by_head, mask=is_token, other=0.0)
+        of_keys = tl.load(factors + stride + by_head, mask=is_token, other=0.0)
+        kept = tl.load(factors + 2 * stride + (first + at) * HEADS + head)
+        narrow = state.to(dtype)
+        read = tl.dot(query, narrow) * of_queries[:, None]
+        if IS_DELTA:
+            seen = _load_tile(keys + head * DIM, rows, dims, is_token, HEADS * DIM, DIM)
+            added = _load_tile(out + head * WIDTH, rows, columns, is_token, HEADS * WIDTH, WIDTH)
+            value = added.to(tl.float32) - tl.dot(seen, narrow)
+        else:
+            value = _load_tile(v + head * WIDTH, rows, columns, is_token, v_stride, WIDTH).to(tl.float32)
+            if skip is not None:
+                read += value * tl.load(skip + head).to(tl.float32)
+            if beta is not None:
+                value *= tl.load(beta + by_head, mask=is_token, other=0.0).to(tl.float32)[:, None]
+        read = tl.dot(score, value.to(dtype), read)
+        places = by_head[:, None] * WIDTH + columns[None, :]
+        tl.store(out + places, read.to(dtype), mask=is_token[:, None] & (columns < WIDTH)[None, :])
+        scaled = (value * of_keys[:, None]).to(dtype)
+        state = tl.dot(tl.trans(key), scaled, state * kept)
+    after = states + row_of(slot, num_before + count, KEPT) * size + entries
+    tl.store(after, state.to(states.dtype.element_ty), mask=is_entry)
+
+
+def suits(v: Tensor, dim: int) -> bool:
+    """Whether prompts go in chunks: in dtypes of 16 bits, of keys and values of up to MAX_DIM dims."""
+    return v.element_size() == 2 and max(dim, v.shape[2]) <= MAX_DIM
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, batch: Batch, out: Tensor, *, steps: Tensor | None = None,
+    rates: Tensor | None = None, beta: Tensor | None = None, skip: Tensor | None = None, scale: float = 1.0,
+    eps: float | None = None, is_delta: bool = False, is_transposed: bool = False,
+) -> None:  # fmt: skip
+    """Linear attention of a batch's prompts, less the last L - 1 tokens of each, if a slot keeps L states.
+
+    q and k [T, Nk, K], v [T, N, V], states of slots [slots + 1, L, N, K, V] or, transposed, [slots + 1, L, N, V, K]
+
+    out: [T, N, V], contiguous
+    steps, rates: fp32[T, N] and fp32[N], whose product is the logarithm of a token's decay; None: 1
+    beta: [T, N], what of a token's value is added, by the delta rule or as it is; None: all, without that rule
+    skip: [N], what of it the output gets besides, without that rule
+    eps: added to squared lengths of keys and queries, which are normalized then; None: they are not
+    """
+    assert batch.slots is not None and (beta is not None or not is_delta)
+    first, num_sequences = batch.num_decodes, len(batch.slots) - batch.num_decodes
+    num_tokens, heads, width = v.shape
+    key_heads, dim = q.shape[1:]
+    keys = v.new_empty(num_tokens, heads, dim) if is_delta else None
+    scores = v.new_empty(num_tokens, heads, CHUNK)
+    factors = v.new_empty(3, num_tokens, heads, dtype=torch.float32)
+    sizes = {"KEPT": states.shape[1], "KEY_HEADS": key_heads, "HEADS": heads, "DIM": dim, "WIDTH": width}
+    how = {"IS_DELTA": is_delta, "CHUNK": CHUNK, "num_warps": 4, **find_gpu(v.device).options}
+    strides = q.stride(0), k.stride(0), v.stride(0)
+    _solve_chunks[num_chunks(num_tokens, num_sequences, CHUNK), heads](
+        q, k, v, steps, rates, beta, batch.starts, out, keys, scores, factors, *strides, num_sequences, first,
+        num_tokens, scale, eps, **sizes, SEQUENCES=sequence_bucket(num_sequences), **how,
+    )  # fmt: skip
+    block, gpu = min(COLUMNS, max(next_power_of_2(width), 16)), find_gpu(v.device)
+    if num_sequences * heads * -(-width // block) < gpu.units // 2:  # few programs: smaller ones take less time
+        block = min(block, 32)
+    stage = CHUNK * ((2 + is_delta) * next_power_of_2(dim) + CHUNK + block) * v.element_size()
+    stages = max(1, min(MAX_STAGES, (gpu.shared_memory - OTHER_MEMORY) // stage))
+    _pass_state[num_sequences * heads, -(-width // block)](
+        q, k, v, beta, skip, keys, scores, factors, states, batch.slots, batch.starts, batch.lengths, out, *strides,
+        first, num_tokens, **sizes, IS_TRANSPOSED=is_transposed, BLOCK_V=block, STAGES=stages, **how,
+    )  # fmt: skip

@@ -260,7 +260,11 @@ def test_a_task_that_comes_while_the_engine_sleeps_waits(checkpoints: Any):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("fields", [{}, {"quant": "int8"}], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"quant": "int8"}, {"cpu_offload_params": ["embed_tokens"]}],
+    ids=["plain", "packed", "table on the host"],
+)
 def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     fields: dict[str, Any], open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ):
@@ -272,6 +276,7 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     monkeypatch.setattr(
         "atom.assemble.engine.stable_memories", lambda config: (StableMemory(1 << 24), StableMemory(1 << 24))
     )
+    monkeypatch.setattr("atom.config.resolve.check_offload", lambda config, device: None)
     monkeypatch.setattr("atom.weights.sources.NUM_READERS", 1)  # as a GPU has one thread that places weights
     engine = open_engine("llama", enable_sleep_mode=True, level=0, **fields)
     expected, model = tokens_of(engine), engine._engine.runner.model

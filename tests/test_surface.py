@@ -114,7 +114,7 @@ serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space k
 serve: enable_prefix_caching state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
-serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
+serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body
 serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint
@@ -179,7 +179,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
         chat-template-content-format decode-context-parallel-size api-server-count
-        cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
+        cpu-offload-gb cpu-offload-params root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
         spec-method spec-model spec-tokens device-memory-utilization sse-keep-alive-interval log-level
         language-model-only enable-ep-weight-filter prefill-context-parallel-size
     """,

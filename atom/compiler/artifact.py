@@ -91,6 +91,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "pools": str(pools(config)).lower(),
         **loras(config),
+        **({"in host memory": " ".join(names)} if (names := config.serve.cpu_offload_params) else {}),
         "parallel": json.dumps(asdict(mesh_of(config))),
         **({"tokens": "sent to the ranks of their experts"} if dispatches(config) else {}),
         "stage": str(stage),
@@ -180,6 +181,7 @@ def recipe_of(config: Config) -> list[str]:
         **({"serve.method": config.serve.method} if has_draft(config) else {}),
         **({"serve.pooler_config.pooling_type": config.serve.pooler_config.pooling_type} if pools(config) else {}),
         **({"serve.draft_model": config.serve.draft_model} if config.draft else {}),
+        **({"serve.cpu_offload_params": names} if (names := config.serve.cpu_offload_params) else {}),
         "serve.max_model_len": config.serve.max_model_len,
     }
     return [

@@ -31,8 +31,10 @@ from atom.compiler.artifact import (
 )
 from atom.compiler.saved_graph import check_ranks, check_runnable, check_stages, read_saved
 from atom.config import Config
-from atom.errors import ArtifactError, PassError, UnsupportedError
+from atom.errors import ArtifactError, ConfigError, PassError, UnsupportedError
 from atom.graph import Graph
+from atom.graph.recipes import leaves
+from atom.graph.tables import find_tables, is_named
 from atom.kernels import Target, building_kernels, find_piece_compiler, find_target, keep_binaries
 from atom.measurement.phases import PhaseClock
 from atom.passes import PassReport, lower
@@ -64,16 +66,38 @@ def compile_graph(
         max_lora_rank=config.serve.max_lora_rank,
         lora_experts=config.serve.lora_experts,
         dispatches=dispatches(config),
+        cpu_offload_params=config.serve.cpu_offload_params,
         passes=config.passes,
     )
     if config.job.graph is None:
-        return lower_here(semantic_graph(config))
+        graph = semantic_graph(config)
+        check_offloaded(graph, config.serve.cpu_offload_params, target)
+        return lower_here(graph)
     graph, first = read_saved(Path(config.job.graph))
+    check_offloaded(graph, config.serve.cpu_offload_params, target)
     check_stages(graph, first, config.job.graph, mesh_of(config))
     graph = lower_here(graph, first=first)
     check_ranks(graph, config.job.graph, mesh_of(config))
     check_runnable(graph, config.job.graph, target, has_draft=has_draft(config), pools=pools(config))
     return graph
+
+
+def check_offloaded(graph: Graph, names: Sequence[str], target: Target) -> None:
+    """Check that what is to stay in host memory are tables of the model, and that the device reads them there.
+
+    names: serve.cpu_offload_params
+    """
+    if names and "amd" in target.features:
+        raise UnsupportedError("serve.cpu_offload_params is for NVIDIA's GPUs; leave it out")
+    tables = find_tables(graph) if names else []
+    listed = ", ".join(leaf.name for table in tables for leaf in leaves(table))
+    there = f"of this model: {listed}" if tables else "this model has none"
+    for name in names:
+        found = {recipe for recipe in graph.recipes() if is_named(recipe, [name])}
+        if not found or not found <= {*tables}:
+            what = "is read by more than an embedding" if found else "names no tensor"
+            instead = "only tables of which a token reads a row may stay in host memory"
+            raise ConfigError(f"serve.cpu_offload_params: {name} {what}; {instead} ({there})")
 
 
 def whole_graph(graph: Graph, config: Config) -> Graph:

@@ -137,6 +137,13 @@ def check_sleep(config: Config) -> None:
         raise UnsupportedError(f"{sleep_mode} drops KV, and serve.swap_space keeps it: set one of them")
 
 
+def check_offload(config: Config, device: str) -> None:
+    """Check that weights which stay in host memory are read by a GPU."""
+    if (names := config.serve.cpu_offload_params) and device == "cpu":
+        given = f"serve.cpu_offload_params=[{','.join(names)}]"
+        raise ConfigError(f"{given} is for GPUs: on device=cpu all weights are in host memory; leave it out")
+
+
 def check_speculation(config: Config) -> None:
     """Check that drafts can be verified, and looked up."""
     serve = config.serve

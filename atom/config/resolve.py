@@ -22,6 +22,7 @@ from atom.config.checks import (
     check_http,
     check_kept,
     check_lora,
+    check_offload,
     check_passes,
     check_sleep,
     check_speculation,
@@ -60,6 +61,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_passes(config.passes)
     check_parallel(config, derived, device)
     check_lora(config)
+    check_offload(config, device)
     check_sleep(config)
     check_speculation(config)
     check_replicas(config)

@@ -655,6 +655,7 @@ class ServeConfig:
     prompt_lookup_min: int | None = number(None, 1, 16)  # min last tokens that ngram looks up; null: 2
     prompt_lookup_max: int | None = number(None, 1, 16)  # max last tokens, tried first; null: 4
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
+    cpu_offload_params: list[str] = field(default_factory=list)  # tables in host memory, as embed_tokens_per_layer
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
     enable_lora: bool = False  # reserve memory for adapters; the three fields below imply it
     lora_modules: Any = None  # mapping from names in requests to folders of LoRA adapters, as PEFT saves them

@@ -61,8 +61,7 @@ VLLM_REFUSED = {
         safetensors-load-strategy model-loader-extra-config ignore-patterns pt-load-map-location
         max-parallel-loading-workers safetensors-prefetch-num-threads safetensors-prefetch-block-size""",
     "weights stay on their device: divide them by --tensor-parallel-size, or pack them by --quantization=fp8": """
-        cpu-offload-params offload-backend offload-group-size offload-num-in-group offload-prefetch-step
-        offload-params""",
+        offload-backend offload-group-size offload-num-in-group offload-prefetch-step offload-params""",
     "weights stay what they are while an engine runs; leave it out": "weight-transfer-config",
     "--enable-sleep-mode needs nothing else; leave it out": """
         enable-cumem-allocator sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names

@@ -279,6 +279,16 @@ class VLLMArgs(EngineArgs):
         write=write_pooler_config,
     )
     enable_sleep_mode: bool | None = vllm_flag("serve.enable_sleep_mode", "serve /sleep, /wake_up and /is_sleeping")
+    cpu_offload_params: tuple[str, ...] | None = vllm_flag(
+        "serve.cpu_offload_params", "tables in host memory, by parts of their names, as embed_tokens_per_layer"
+    )
+    cpu_offload_gb: float | None = vllm_flag(
+        "serve.cpu_offload_params",
+        "any number if --cpu-offload-params names tables, all of which are moved",
+        null="0",
+        accepted=(0.0,),
+        write=lambda _: [],
+    )
     enable_lora: bool | None = vllm_flag("serve.enable_lora", "room for LoRA adapters; --lora-modules makes it, too")
     lora_modules: tuple[str, ...] | None = vllm_flag(
         "serve.lora_modules", "adapters as name=path, or JSON with name and path", null="none", write=write_lora_modules
@@ -333,9 +343,11 @@ class VLLMArgs(EngineArgs):
         "", "a prompt is not divided among ranks", short="-pcp", of=BOTH, accepted=(1,)
     )
     api_server_count: int | None = vllm_flag("", "one process speaks HTTP", short="-asc", accepted=(1,))
-    cpu_offload_gb: float | None = vllm_flag("", "weights are not moved between devices", accepted=(0.0,))
 
     def overrides(self) -> list[str]:
+        if self.cpu_offload_gb and not self.cpu_offload_params:
+            named = "only tables that --cpu-offload-params names are in host memory, as embed_tokens_per_layer"
+            raise UnsupportedError(f"--cpu-offload-gb={self.cpu_offload_gb:g}: {named}")
         model = self.model_tag
         if model is None:
             self.check_format(self.model)

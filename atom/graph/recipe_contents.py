@@ -10,6 +10,7 @@ from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import (
     JOINS_EXPERTS,
     Cat,
+    Host,
     LoraStack,
     Quantize,
     Ranked,
@@ -69,6 +70,16 @@ def layout_units(recipe: Shuffle) -> list[Recipe]:
 def held_bytes(recipe: Recipe) -> int:
     """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
     return sum(held_by_format(recipe).values())
+
+
+def device_bytes(recipe: Recipe) -> int:
+    """The bytes of `held_bytes` in the device's memory: none of a tensor that stays on the host."""
+    return 0 if isinstance(recipe, Host) else held_bytes(recipe)
+
+
+def host_bytes(recipe: Recipe) -> int:
+    """The bytes of `held_bytes` in pinned host memory, from which a GPU reads them."""
+    return held_bytes(recipe) if isinstance(recipe, Host) else 0
 
 
 @once

@@ -10,6 +10,7 @@
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
+    host(W("model.embed_tokens_per_layer.weight", …))           one that a GPU reads from pinned host memory
     share(W("…o_proj.weight", …), "tensor", 4, dim=1)           a rank's equal part of a tensor
     once(W("…o_proj.bias", …), "tensor")                        a tensor on the first rank, zeros on the others
     offset("tensor", 4, 12288)                                  where a rank's part begins, i64[1]
@@ -286,6 +287,21 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A plain tensor that stays in pinned host memory, from which a GPU's kernels read it over the bus."""
+
+    part: Recipe
+
+    def __post_init__(self) -> None:
+        _need_part("host", self.part)
+        need(self.part.type.fmt is None, f"host: {self.part.type} is packed")
+
+    @cached_property
+    def type(self) -> Type:
+        return self.part.type
+
+
+@dataclass(frozen=True)
 class Share:
     """A rank's equal part of a tensor along one dim.
 
@@ -493,7 +509,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
 Constant = RopeFreqs | Measured | LoraStack | Full  # of no stored tensor
 Ranked = Share | Once | Offset  # of which each rank has its own
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Constant | Ranked
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Host | Constant | Ranked
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | State]] = {
@@ -509,6 +525,7 @@ TEXT_NAMES: dict[str, type[Recipe | State]] = {
     "quantize": Quantize,
     "dequantize": Dequantize,
     "shuffle": Shuffle,
+    "host": Host,
     "share": Share,
     "once": Once,
     "offset": Offset,

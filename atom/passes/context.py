@@ -27,6 +27,7 @@ class PassContext:
     max_lora_rank: int = 0  # of each of them
     dispatches: bool = False  # groups with tokens of their own send them only to the ranks of their experts
     lora_experts: bool = False  # for the linears of experts, too
+    cpu_offload_params: tuple[str, ...] = ()  # names of tables that stay in host memory
 
     @classmethod
     def of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from traceback import extract_tb
@@ -38,6 +38,7 @@ from atom.passes.fuse_shared_experts import fuse_shared_experts
 from atom.passes.fuse_sibling_linears import fuse_sibling_linears
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
+from atom.passes.offload_tables import offload_tables
 from atom.passes.quantize import quantize
 from atom.passes.select_kernels import select_kernels
 from atom.passes.shard import shard
@@ -60,6 +61,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
     (quantize, 0, ops.LOWERED),
+    (offload_tables, 0, ops.LOWERED),
     (fuse_lora, 1, ops.LOWERED),
     (fuse_sibling_linears, 1, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
@@ -155,11 +157,12 @@ def lower(
     max_lora_rank: int = 0,
     lora_experts: bool = False,
     dispatches: bool = False,
+    cpu_offload_params: Sequence[str] = (),
     passes: PassesConfig | None = None,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches: see `PassContext`.
+    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches, cpu_offload_params: see `PassContext`.
     passes: users' passes and those left out; None: the built-in pipeline.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
@@ -167,7 +170,12 @@ def lower(
     done: list[str] = []
     context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act)
     context = replace(
-        context, max_loras=max_loras, max_lora_rank=max_lora_rank, lora_experts=lora_experts, dispatches=dispatches
+        context,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        lora_experts=lora_experts,
+        dispatches=dispatches,
+        cpu_offload_params=tuple(cpu_offload_params),
     )
     for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
         if level < from_level:

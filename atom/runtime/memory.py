@@ -15,7 +15,10 @@ import torch
 from atom import weights
 from atom.config import ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
-from atom.graph import Graph
+from atom.graph import Graph, Host
+from atom.graph.recipe_contents import held_bytes
+from atom.graph.recipes import leaves
+from atom.graph.tables import find_tables
 from atom.kernels.logprobs import top_logprobs
 from atom.runtime.step.input import BatchShape
 from atom.runtime.step.model import Model, logits_type
@@ -53,9 +56,20 @@ def left_for_kv(graph: Graph, serve: ServeConfig) -> int:
             f"(serve.max_num_seqs={max_num_seqs}), the GPU has {max(usable, 0) / 2**30:.1f} GiB for them "
             f"({free / 2**30:.1f} of its {total / 2**30:.1f} GiB are free, of all of which "
             f"serve.gpu_memory_utilization={share:g} is to be used): raise that, lower serve.max_num_seqs, free "
-            "memory, or take a larger GPU"
+            f"memory, or take a larger GPU{advise_offload(graph, needed + counts - usable)}"
         )
     return usable - needed - counts
+
+
+def advise_offload(graph: Graph, lacking: int) -> str:
+    """Advice to keep tables in host memory, if that frees as many bytes of the GPU; else nothing."""
+    tables = [table for table in find_tables(graph) if not isinstance(table, Host)]
+    if torch.version.hip is not None or sum(map(held_bytes, tables)) < lacking:
+        return ""
+    names = dict.fromkeys(
+        leaf.name.removesuffix(".weight").split(".")[-1] for table in tables for leaf in leaves(table)
+    )
+    return f"; serve.cpu_offload_params=[{','.join(names)}] keeps tables in host memory, of which a token reads a row"
 
 
 def left_of_share(serve: ServeConfig) -> int:

@@ -19,8 +19,8 @@ from torch import Tensor
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import LaidOut, PackedWeight, Recipe
 from atom.graph.recipes import Measured
+from atom.kernels.host_memory import HostTensor, pin, unpin
 from atom.kernels.stable_memory import StableMemory
-from atom.runtime.kv.host_blocks import pin, unpin
 from atom.runtime.step.runner import Runner
 from atom.runtime.types import KV_CACHE, TAGS, WEIGHTS
 from atom.weights.evaluate import Loaded, Place, overwrite
@@ -174,12 +174,14 @@ class GPUSleeper(Sleeper):
 
 @torch.inference_mode()
 def place_in(memory: StableMemory, _: Recipe | None, made: Loaded) -> Loaded:
-    """A weight in this memory."""
+    """A weight in this memory, unless it stays on the host."""
 
     def move(tensor: Tensor) -> Tensor:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return memory.tensor((extent,), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
+    if isinstance(made, HostTensor):
+        return made
     if isinstance(made, list):
         return [place_in(memory, None, each) for each in made]  # type: ignore[misc]
     if isinstance(made, PackedWeight):

@@ -24,7 +24,7 @@ import torch
 from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, JoinedCheckpoint, Progress
 from atom.graph import Graph, Offset, Recipe
-from atom.graph.recipe_contents import held_bytes, packed_to, packed_while_loading
+from atom.graph.recipe_contents import device_bytes, packed_to, packed_while_loading
 from atom.weights.calibration import PREFIX, Calibration
 from atom.weights.checks import check, check_counts, check_order, refuse_packed
 from atom.weights.evaluate import Loaded, Place
@@ -40,8 +40,8 @@ M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 def num_bytes(graph: Graph) -> int:
-    """Bytes of the tensors of all recipes of a graph."""
-    return sum(map(held_bytes, graph.recipes()))
+    """Bytes of the tensors of all recipes of a graph, in the device's memory."""
+    return sum(map(device_bytes, graph.recipes()))
 
 
 def load(

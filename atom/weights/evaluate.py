@@ -36,10 +36,11 @@ from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipe_contents import packed_while_loading
 from atom.graph.recipe_ranges import narrow
 from atom.graph.unpack import unpack
+from atom.kernels.host_memory import HostTensor
 from atom.weights.repack import repack
 
 # a list: one per expert, each in a kernel's own layout
-Loaded = Tensor | PackedWeight | LaidOut | list[Tensor | LaidOut | PackedWeight]
+Loaded = Tensor | PackedWeight | LaidOut | HostTensor | list[Tensor | LaidOut | PackedWeight]
 Place = Callable[[Recipe, Loaded], Loaded]  # takes a weight to another place
 
 
@@ -54,6 +55,8 @@ def tensors_in(loaded: Loaded) -> list[Tensor]:
             return [loaded]
         case LaidOut():
             return [loaded.tensor]
+        case HostTensor():
+            return [loaded.on_host]
         case PackedWeight():
             return [*loaded.parts.values()]
     return [tensor for expert in loaded for tensor in tensors_in(expert)]

@@ -20,6 +20,7 @@ from atom.graph import (
     Cat,
     Dequantize,
     Full,
+    Host,
     LaidOut,
     PackedWeight,
     Quantize,
@@ -34,9 +35,10 @@ from atom.graph import (
 from atom.graph.formats import block_of, parse_format
 from atom.graph.gguf_blocks import TYPES, fit_factors
 from atom.graph.parts import parts_of
-from atom.graph.recipe_contents import held_bytes, layout_units, lora_stack_of, packed_while_loading
+from atom.graph.recipe_contents import device_bytes, layout_units, lora_stack_of, packed_while_loading
 from atom.graph.recipes import Measured
 from atom.kernels import shuffle
+from atom.kernels.host_memory import HostTensor
 from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
@@ -71,7 +73,7 @@ def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
     if device != "cpu":
         free, total = torch.cuda.mem_get_info(device)
         has = f"device={device} had {free} free of {total}"
-    size = sum(map(held_bytes, recipes))
+    size = sum(map(device_bytes, recipes))
     with naming_a_lack_of_memory(
         f"the weights take {size} bytes, {has}: end what else uses it, or set checkpoint= to a smaller model"
     ):
@@ -85,11 +87,23 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
         return rope_freqs(recipe).to(device)
     if isinstance(recipe, Measured):
         return torch.ones(1, device=device)
+    if isinstance(recipe, Host):
+        return _on_host(recipe, source, device)
     if isinstance(recipe, Shuffle):
         return _shuffled(recipe, source, device)
     if recipe.type.fmt is not None:
         return _packed(recipe, source, device)
     return _fill(recipe, _empty(recipe.type, device), source)
+
+
+def _on_host(recipe: Host, source: WeightSource, device: str) -> HostTensor:
+    """Make a tensor in host memory, which the source fills without the device."""
+    made = HostTensor([int(dim) for dim in recipe.type.shape], TORCH_DTYPES[recipe.type.dtype], device)
+    if source.is_random:  # drawn by the device, so that the numbers are those of a run without host()
+        made.on_host.copy_(_fill(recipe.part, _empty(recipe.type, device), source))
+    else:
+        _fill(recipe.part, made.on_host, source)
+    return made
 
 
 def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:

@@ -43,6 +43,9 @@ MEANS: dict[str, list[str]] = {
     "--kv-cache-memory-bytes 8GiB": ["serve.kv_cache_memory=8589934592"],
     "--swap-space 0.5": ["serve.swap_space=536870912"],
     "--enable-sleep-mode": ["serve.enable_sleep_mode=true"],
+    "--cpu-offload-gb 6 --cpu-offload-params embed_tokens_per_layer embed_tokens": [
+        "serve.cpu_offload_params=['embed_tokens_per_layer','embed_tokens']"
+    ],
     "--enable-tokenizer-info-endpoint": ["serve.http.enable_tokenizer_info_endpoint=true"],
     "--enable-lora --max-loras 2 --max-lora-rank 64": ["serve.enable_lora=true", "serve.max_loras=2", "serve.max_lora_rank=64"],
     """--lora-modules sql=/adapters/sql '{"name": "chat", "path": "/a=b"}'""": ["serve.lora_modules={sql:'/adapters/sql',chat:'/a=b'}"],
@@ -194,7 +197,8 @@ WRONG = {
     "-dpa=10.0.0.1": "-dpa: one engine is one host's",
     "-ac.backend FLASH_ATTN": "-ac.backend: kernels are chosen call by call",
     "--no-enable-log-deltas": "--no-enable-log-deltas: no client's words are logged",
-    "--cpu-offload-params experts": "--cpu-offload-params: weights stay on their device",
+    "--offload-params experts": "--offload-params: weights stay on their device",
+    "--cpu-offload-gb 4": "--cpu-offload-gb=4: only tables that --cpu-offload-params names are in host memory, as embed_tokens_per_layer",
     "-pcp 2": "--prefill-context-parallel-size=2: a prompt is not divided among ranks (supported: 1)",
     "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
     "--max-cpu-loras 4": "--max-cpu-loras: all adapters that are loaded are on the device",

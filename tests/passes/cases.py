@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.graph import TORCH_DTYPES, Cat, Full, Graph, Recipe, Slice, Stack, W, interpret, parse, show
+from atom.graph import TORCH_DTYPES, Cat, Full, Graph, Host, Recipe, Slice, Stack, W, interpret, parse, show
 from atom.graph.recipes import LoraStack
 from atom.kernels import Target, find_backend
 from atom.passes.context import PassContext
@@ -29,6 +29,8 @@ def random_weight(recipe: Recipe) -> torch.Tensor:
         return random_weight(recipe.part).narrow(recipe.dim, recipe.start, recipe.stop - recipe.start)
     if isinstance(recipe, Stack):
         return torch.stack([random_weight(recipe.of(expert)) for expert in range(recipe.start, recipe.stop)])
+    if isinstance(recipe, Host):
+        return random_weight(recipe.part)
     if isinstance(recipe, Full):
         return torch.full(recipe.type.shape, recipe.value, dtype=TORCH_DTYPES[recipe.type.dtype])
     assert isinstance(recipe, W | LoraStack)

@@ -236,6 +236,7 @@ def test_level_0_only_lowers():
         "lower_moe",
         "lower_attention",
         "quantize",
+        "offload_tables",
         "select_kernels",
     ]
 

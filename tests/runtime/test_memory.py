@@ -91,6 +91,26 @@ def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
         memory.left_for_kv(graph, config.serve)
 
 
+def test_a_table_that_would_make_room_is_named(
+    checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(checkpoints("llama"), gpu_memory_utilization=1)
+    graph, table = compile_graph(config, target=Target("cuda")), 101 * 48 * 4
+    whole, counts = weights.num_bytes(graph), memory.counts_bytes(config.serve.max_num_seqs, 101)
+    advice = r"; serve\.cpu_offload_params=\[embed_tokens\] keeps tables in host memory, of which a token reads a row$"
+    gpu((whole + counts - table) / GIB, (whole + counts - table) / GIB)
+    with pytest.raises(CapacityError, match=advice):
+        memory.left_for_kv(graph, config.serve)
+    offloaded = compile_graph(
+        config_of(checkpoints("llama"), cpu_offload_params=["embed_tokens"]), target=Target("cuda")
+    )
+    assert memory.left_for_kv(offloaded, replace(config.serve)) == 0
+    gpu((whole + counts - table - 1) / GIB, (whole + counts - table - 1) / GIB)
+    for each in (graph, offloaded):
+        with pytest.raises(CapacityError, match=r"larger GPU$"):
+            memory.left_for_kv(each, config.serve)
+
+
 def test_a_step_that_does_not_fit_next_to_the_weights_names_its_knobs(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ from atom.config.parallel import find_mixture, sent_share
 from atom.devices import find_device
 from atom.errors import ConfigError
 from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, ops, show
-from atom.graph.recipe_contents import held_by_format, held_bytes
+from atom.graph.recipe_contents import device_bytes, held_by_format, held_bytes, host_bytes
 from atom.graph.recipes import leaves
 from atom.graph.shares import active_fractions
 from atom.graph.types import BITS
@@ -236,7 +236,8 @@ def weight_sizes(graph: Graph) -> dict[str, Any]:
     return {
         "parameters": sum(leaf.type.num_elements for leaf in share_of),
         "active_parameters": int(sum(active.values())),
-        "weights_bytes": held.total(),
+        "weights_bytes": sum(map(device_bytes, shares)),
+        **({"host_weights_bytes": on_host} if (on_host := sum(map(host_bytes, shares))) else {}),
         "active_weights_bytes": int(sum(held_bytes(recipe) * share for recipe, share in shares.items())),
         "formats": {
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
@@ -249,7 +250,7 @@ def stage_sizes(graph: Graph, block_size: int) -> dict[str, int]:
     """The layers of a stage, and what each of its ranks has of them."""
     return {
         "layers": len(graph.layers()),
-        "weights_bytes": sum(map(held_bytes, graph.recipes())),
+        "weights_bytes": sum(map(device_bytes, graph.recipes())),
         "kv_bytes_per_token": sum(kind.bytes_per_token for kind in state_kinds(graph, block_size)),
     }
 

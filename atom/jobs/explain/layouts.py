@@ -26,7 +26,7 @@ from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
 from atom.graph.graph import results_of
-from atom.graph.recipe_contents import held_bytes
+from atom.graph.recipe_contents import device_bytes
 from atom.jobs.bench.roofline import MATMULS, Limits, Matmul, program_costs, read_costs, step_work, total
 from atom.jobs.bench.workload import Step
 from atom.kernels import Target
@@ -95,7 +95,7 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
     graphs: of all stages
     """
     mesh, pools = mesh_of(config), []
-    weights_bytes = [sum(map(held_bytes, graph.recipes())) for graph in graphs]
+    weights_bytes = [sum(map(device_bytes, graph.recipes())) for graph in graphs]
     for graph, held in zip(graphs, weights_bytes, strict=True):
         left = max(gpu.memory - held, 0)  # of each rank
         serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
@@ -224,4 +224,4 @@ def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, 
         graph = compile_graph(replace(config, level=min(level_of(config), 1)), target=target)
     except UnsupportedError as error:
         return {"refused": str(error)}
-    return {"weights_bytes": sum(map(held_bytes, graph.recipes())), **fit(gpu, [graph], config)}
+    return {"weights_bytes": sum(map(device_bytes, graph.recipes())), **fit(gpu, [graph], config)}

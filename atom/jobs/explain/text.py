@@ -83,6 +83,8 @@ def _describe_ranks(result: dict[str, Any], config: Config) -> Iterator[Line]:
 def _describe_weights(result: dict[str, Any], config: Config) -> Iterator[Line]:
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
     yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
+    if on_host := result.get("host_weights_bytes"):
+        yield "  on the host", f"{_size(on_host)}, of which a token reads rows"
     for fmt, size in result["formats"].items():
         stored, held = size["stored_bytes"], size["held_bytes"]
         where = " on a rank" if "ranks" in result else ""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import CapacityError, naming_a_lack_of_memory
+from atom.kernels.host_memory import pin, unpin
 from atom.runtime.kv.cache import SAVED_BYTES
 from atom.runtime.kv.files import Block, KVFiles
 from atom.runtime.step.input import BatchShape
@@ -221,24 +222,6 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
         if place == len(pairs) or pairs[place][1] != pairs[place - 1][1] + 1:
             yield start, pairs[start][1], place - start
             start = place
-
-
-def pin(tensor: Tensor, instead: str) -> None:
-    """Pin memory that torch did not allocate, since its allocator rounds up to a power of two.
-
-    instead: what the CapacityError advises if pinning fails
-    """
-    num_bytes = tensor.nbytes
-    if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):  # type: ignore[no-untyped-call]
-        raise CapacityError(
-            f"{num_bytes} bytes of host memory cannot be pinned (CUDA error {error}): {instead}, or raise the limit of "
-            "locked memory (ulimit -l)"
-        )
-
-
-def unpin(address: int) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:

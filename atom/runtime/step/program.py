@@ -20,6 +20,7 @@ from atom.graph import LaidOut, PackedWeight, PagedCache, Program, Recipe, State
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import Communicator, LoadContext, find_kernel
+from atom.kernels.host_memory import HostTensor
 from atom.pieces import PieceCode, find_pieces
 
 ALIGNMENT = 16  # bytes, by which Triton's kernels differ
@@ -154,7 +155,8 @@ class _Linker:
         if isinstance(arg, State):
             bindings = self._bindings
             arg = bindings.slots[arg] if arg.rule.in_slot else PagedCache(bindings.caches[arg], arg.kind)
-        self.start.append(self._bindings.weights[arg] if isinstance(arg, Recipe) else arg)
+        value = self._bindings.weights[arg] if isinstance(arg, Recipe) else arg
+        self.start.append(value.view if isinstance(value, HostTensor) else value)
         return len(self.start) - 1
 
     def piece_index_of(self, arg: Any) -> int:

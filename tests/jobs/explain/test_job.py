@@ -137,12 +137,25 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
     assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
-    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, add_lora, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize, fuse_lora, fuse_sibling_linears"
+    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, add_lora, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize, offload_tables, fuse_lora, fuse_sibling_linears"
     assert (
         code == 2
-        and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_router, fuse_norm_rope_attention, select"
+        and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_router, fuse_norm_rope_attention, fuse_gated_delta, select"
         in err
     )
+
+
+def test_a_table_on_the_host_is_told_apart(run: Any, explain: Any, checkpoints: Any):
+    model = f"checkpoint={checkpoints('gemma4')}", "device=cuda", "dtype=bf16", "job.gpu=h200"
+    more = "serve.cpu_offload_params=[embed_tokens_per_layer]"
+    table = 107 * 4 * 8 * 2  # rows, layers, inputs of a layer, bytes
+    plain, offloaded = explain(*model), explain(*model, more)
+    assert "host_weights_bytes" not in plain and offloaded["host_weights_bytes"] == table
+    assert plain["weights_bytes"] - offloaded["weights_bytes"] == table
+    assert plain["parameters"] == offloaded["parameters"] and plain["formats"] == offloaded["formats"]
+    _, out, _ = run(*model, more)
+    assert re.search(r"^  on the host +6\.7 KiB, of which a token reads rows$", out, re.MULTILINE)
+    assert "host(W(" in run(*model, more, "job.stage=offload_tables")[1]
 
 
 # pieces

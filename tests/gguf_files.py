@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
@@ -66,15 +67,18 @@ def convert(
     for kind in ("short", "long"):
         if f"{kind}_factor" in rope:
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        half, part = global_sizes(config)["head_dim"] // 2, rope["full_attention"]["partial_rotary_factor"]
+        writer.add_tensor("rope_freqs.weight", np.where(np.arange(half) < int(half * part), 1, 1e30).astype(np.float32))
     for name, tensor in RULES.get(arch, unchanged)(stack_experts(stored), config | {"old_mla": old_mla}):
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        mapped = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
         if scaled and re.search(r"blk\.\d+\.(attn|ffn)_(?!gate_inp).*\.weight", mapped) and array.ndim > 1:
             array, scale = divide(array)
             writer.add_tensor(mapped.replace(".weight", ".scale"), scale)
             writer.add_tensor(mapped.replace(".weight", ".input_scale"), np.ones_like(scale))
-        if rounded and tensor.ndim > 1 and "mlp.gate." not in name and "conv1d" not in name:
+        if rounded and tensor.ndim > 1 and not re.search(r"mlp\.gate\.|router\.|conv1d", name):
             fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
             kind = gguf.GGMLQuantizationType[rounded if fits else SMALLER[rounded]]
             is_drawn = kind.name in FACTORS
@@ -163,7 +167,7 @@ def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any],
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok", config.get("top_k_experts")))
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     write = WRITERS.get(arch)
     if write:
@@ -176,6 +180,31 @@ def write_gemma3(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str
     writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if config["final_logit_softcapping"]:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def global_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """The sizes of layers without a window, which transformers saves by layer."""
+    own = {name: config[name] for name in ("head_dim", "num_key_value_heads")}
+    return own | config["per_layer_config"][str(config["layer_types"].index("full_attention"))]
+
+
+def write_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any], _: bool) -> None:
+    """conversion/gemma.py: Gemma4Model.set_gguf_parameters"""
+    full, kinds, width = global_sizes(config), config["layer_types"], config["intermediate_size"]
+    has_window, num_shared = [kind == "sliding_attention" for kind in kinds], config["num_kv_shared_layers"]
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    writer.add_sliding_window_pattern(has_window)
+    for add, head_dim in (("", full["head_dim"]), ("_swa", config["head_dim"])):
+        for name in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{name}{add}")(head_dim)
+    widths = [width] * (len(kinds) - num_shared) + [2 * width] * num_shared
+    writer.add_feed_forward_length(widths if config["use_double_wide_mlp"] else width)
+    heads = config["num_key_value_heads"]
+    each = [heads if has else full["num_key_value_heads"] for has in has_window]
+    writer.add_head_count_kv(each if config["attention_k_eq_v"] else heads)
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
 def write_granite(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
@@ -277,15 +306,22 @@ def write_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -
 
 
 LISTED = {  # architectures whose layers differ
+    gguf.MODEL_ARCH.GEMMA4,
     gguf.MODEL_ARCH.LFM2,
     gguf.MODEL_ARCH.LFM2MOE,
     gguf.MODEL_ARCH.GRANITE_HYBRID,
     gguf.MODEL_ARCH.NEMOTRON_H,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE,
 }
-WITHOUT_HEAD_DIM = {gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE, gguf.MODEL_ARCH.GRANITE_HYBRID}
+WITHOUT_HEAD_DIM = {
+    gguf.MODEL_ARCH.GEMMA4,
+    gguf.MODEL_ARCH.LFM2,
+    gguf.MODEL_ARCH.LFM2MOE,
+    gguf.MODEL_ARCH.GRANITE_HYBRID,
+}
 WRITERS: dict[Any, Callable[..., None]] = {
     gguf.MODEL_ARCH.GEMMA3: write_gemma3,
+    gguf.MODEL_ARCH.GEMMA4: write_gemma4,
     gguf.MODEL_ARCH.GRANITE: write_granite,
     gguf.MODEL_ARCH.DEEPSEEK2: write_deepseek2,
     gguf.MODEL_ARCH.LFM2: write_lfm2,
@@ -446,9 +482,22 @@ def of_granitehybrid(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -
             yield name, tensor
 
 
+def with_scales_of_routers(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    """Gemma 4: scales next to the weights that they are of, all else a weight."""
+    for name, tensor in tensors.items():
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("router.scale"):
+            yield f"blk.{layer}.ffn_gate_inp.scale", tensor
+        elif name.endswith("router.per_expert_scale"):
+            yield f"blk.{layer}.ffn_down_exps.scale", tensor
+        else:
+            yield name if name.endswith(".weight") else f"{name}.weight", tensor
+
+
 RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.LLAMA: with_rows_in_pairs,
     gguf.MODEL_ARCH.GEMMA3: with_larger_norms,
+    gguf.MODEL_ARCH.GEMMA4: with_scales_of_routers,
     gguf.MODEL_ARCH.GRANITE: with_rows_in_pairs,
     gguf.MODEL_ARCH.SMOLLM3: with_rows_in_pairs,
     gguf.MODEL_ARCH.GPT_OSS: without_turns,

@@ -54,10 +54,14 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -67,6 +71,12 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_latent_down": "mlp.latent_down_proj",
     "ffn_latent_up": "mlp.latent_up_proj",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
     "token_embd_norm": "model.embedding_norm",  # LFM2's norm after the last layer
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
@@ -90,10 +100,14 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
 BARE = {  # names that have neither .weight nor .bias on the hub
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "mlp.gate.scale",
+    "ffn_down_exps.scale": "mlp.experts.down_proj.scale",
 }
 RATES = "mixer.A_log"  # of a decay, which a file has as -exp of it
 NO_OFFSET = "mixer.norm.weight"  # one that norm_offset leaves as it is; of groups, it has a row for each
 SCALES = (".scale", ".input_scale")  # next to a weight
+ROUTER_SCALE, EXPERTS_SCALE = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 BESIDE_POST_NORM = {"ffn_norm": "pre_feedforward_layernorm"}  # in a layer with a post_attention_norm
 PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
@@ -200,10 +214,14 @@ def with_scales(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTen
     """The tensors without `NAME.scale` and `NAME.input_scale`, which those with a scale hold.
 
     llama.cpp multiplies by the scale what it multiplies with `NAME.weight`: a number, or one for each expert. The scale
-    of an input is of activations in 4 bits, which stay in the model's dtype here.
+    of an input is of activations in 4 bits, which stay in the model's dtype here. If a router's scale has a number for
+    each column, as in Gemma 4, it is a norm's weight, and those of its layer's experts are of the router too.
     """
     weights = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
     scales = {name for name in tensors if name.endswith(SCALES) and name.rpartition(".")[0] in weights}
+    for name in [name for name in scales if name.endswith(ROUTER_SCALE)]:
+        if tensors[name].shape == tensors[name.replace(".scale", ".weight")].shape[-1:]:
+            scales -= {name, name.replace(ROUTER_SCALE, EXPERTS_SCALE)}
     scaled = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in sorted(name for name in scales if name.endswith(".scale")):
         weight, scale = f"{name.rpartition('.')[0]}.weight", tensors[name]
@@ -238,6 +256,9 @@ def find_formats(packed: Mapping[str, str | None]) -> dict[str, str]:
     packed: by name, the format of a tensor, None for a plain one. A model may call the experts of a layer by one name,
     as the file does, or each by its own.
     """
+    both = "experts.gate_up_proj.weight"  # one tensor of two modules
+    names = {name: [name.replace(both, f"experts.{part}_proj.weight") for part in ("gate", "up")] for name in packed}
+    packed = {each: fmt for name, fmt in packed.items() for each in (names[name] if both in name else [name])}
     of_layers: dict[str, set[str | None]] = {}
     for name, fmt in packed.items():
         of_layers.setdefault(generalize(name), set()).add(fmt)

@@ -9,7 +9,7 @@ Keys that no family reads are passed over; a rope that atom does not have is ref
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ SIZES = {  # integers below `{architecture}.`: their names in config.json, of wh
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "expert_count": "num_experts num_local_experts n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
+    "expert_used_count": "num_experts_per_tok top_k_experts",
     "expert_shared_count": "n_shared_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_group_count": "n_group",
@@ -41,6 +41,8 @@ SIZES = {  # integers below `{architecture}.`: their names in config.json, of wh
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size "
     "moe_shared_expert_intermediate_size",
     "moe_latent_size": "moe_latent_size",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim conv_kernel mamba_d_conv",
     "ssm.state_size": "linear_key_head_dim ssm_state_size state_size mamba_d_state",
@@ -68,6 +70,7 @@ SCALING = {  # keys below `{architecture}.rope.scaling.`: their names in rope_pa
     "yarn_beta_slow": "beta_slow",
 }
 NEUTRAL_AT_1 = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")  # of the same; not supported otherwise
+NEVER = 1e20  # a divisor of a rotary frequency from which on no position turns; files have 1e30
 FACTORS = {  # names in rope_parameters: tensors with a divisor for each rotary frequency
     "factors": "rope_freqs.weight",
     "short_factor": "rope_factors_short.weight",
@@ -98,6 +101,7 @@ def make_config(
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config: dict[str, Any] = {"gguf_architecture": architecture}
+    own, by_layer = sizes_by_layer(path, own)
     for key in own.keys() & SIZES.keys():
         config |= dict.fromkeys(SIZES[key].split(), whole_number(path, key, own[key]))
     for key in (key for key in FLOATS if key in own):
@@ -106,25 +110,57 @@ def make_config(
     for name in ("bos_token_id", "eos_token_id"):
         if (key := f"tokenizer.ggml.{name}") in metadata:
             config[name] = whole_number(path, key, metadata[key])
+    config |= by_layer
     config["sliding_window"] = config.get("sliding_window") or None
     config |= layer_pattern(path, own.get("attention.sliding_window_pattern"))
     if "num_attention_heads" in config:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if "model.embed_tokens.weight" in tensors:
         config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
+    if "model.embed_tokens_per_layer.weight" in tensors:
+        config["vocab_size_per_layer_input"] = tensors["model.embed_tokens_per_layer.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config |= {"num_hidden_layers": count} if (count := num_layers(path, metadata)) else {}
     biases = [any(name.endswith(f"self_attn.{part}_proj.bias") for name in tensors) for part in "qkvo"]
     config["attention_bias"] = any(biases)
     if any(biases) and not biases[-1]:  # llama.cpp applies those that are there
         config["attention_out_bias"] = False
+    keys, values = ({name for name in tensors if name.endswith(f"self_attn.{part}_proj.weight")} for part in "kv")
+    if not {name.replace("k_proj", "v_proj") for name in keys} <= values:
+        config["attention_k_eq_v"] = True
     config["mlp_bias"] = any(name.endswith("mlp.down_proj.bias") for name in tensors)
     config |= describe_recurrent(config, tensors)
     is_latent = "kv_lora_rank" in config
     config |= describe_latent(path, own) if is_latent else {}
     config |= describe_routing(path, own, tensors) if "num_experts" in config else {}
-    config["rope_parameters"] = make_rope(path, own, None if is_latent else head_dim_of(config), divisors)
+    head_dim = None if is_latent else config.get("global_head_dim") or head_dim_of(config)
+    config["rope_parameters"] = make_rope(path, own, head_dim, divisors)
     return config
+
+
+def sizes_by_layer(path: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata with one number for each size, and what config.json says of layers whose sizes differ (Gemma 4).
+
+    Layers without the window may have heads of another size, and another number of keys' heads; layers that share KV
+    may have an mlp of twice the width.
+    """
+    own, config = dict(own), dict[str, Any]()
+    pattern, heads, widths = (
+        own.get(key) for key in ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length")
+    )
+    if "attention.key_length_swa" in own:
+        config["global_head_dim"] = whole_number(path, "attention.key_length", own.get("attention.key_length"))
+        own["attention.key_length"] = own["attention.key_length_swa"]
+        if isinstance(pattern, np.ndarray) and isinstance(heads, np.ndarray) and heads.shape == pattern.shape:
+            has_window = pattern.astype(bool)
+            own["attention.head_count_kv"] = heads[has_window]
+            config["num_global_key_value_heads"] = whole_number(path, "attention.head_count_kv", heads[~has_window])
+    num_shared = own.get("attention.shared_kv_layers")
+    if isinstance(num_shared, int) and isinstance(widths, np.ndarray) and 0 < num_shared < len(widths):
+        first, last = widths[:-num_shared], widths[-num_shared:]
+        if (last == 2 * first[0]).all():
+            own["feed_forward_length"], config["use_double_wide_mlp"] = first, True
+    return own, config
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
@@ -194,6 +230,7 @@ def describe_routing(path: Path, own: Mapping[str, Any], tensors: Mapping[str, S
     """How tokens choose experts, as the configs of DeepSeek say it."""
     has_correction = any(name.endswith("e_score_correction_bias") for name in tensors)
     described: dict[str, Any] = {"topk_method": "noaux_tc" if has_correction else "group_limited_greedy"}
+    described["enable_moe_block"] = True
     described["use_expert_bias"] = has_correction
     if "expert_gating_func" in own:
         gating = whole_number(path, "expert_gating_func", own["expert_gating_func"])
@@ -231,6 +268,8 @@ def make_rope(
         original = {key: value for key, value in renamed.items() if key != "factor"}
         return rope | {"rope_type": "longrope"} | divisors | named | original
     if kind == "none" or (kind == "linear" and scaling["factor"] in (0, 1)):
+        if (part := rotated_part(divisors.get("factors", []))) is not None:
+            return rope | {"rope_type": "proportional", "partial_rotary_factor": part}
         return rope | {"rope_type": "factors"} | divisors if divisors else rope
     if kind == "yarn" and head_dim is None and "yarn_log_multiplier" in scaling:
         weight = scaling.pop("yarn_log_multiplier") / 0.1  # which llama.cpp multiplies with ahead of time
@@ -240,6 +279,13 @@ def make_rope(
     if kind not in ("linear", "yarn") or odd:
         raise UnsupportedError(f"{path}: rope.scaling.type {' with '.join([repr(kind), *odd])} is not supported")
     return rope | {"rope_type": kind} | renamed
+
+
+def rotated_part(divisors: Sequence[float]) -> float | None:
+    """The part of a head that is rotated if a table divides the rest's frequencies to nothing; None of other tables."""
+    count = sum(divisor == 1 for divisor in divisors)
+    is_such = 0 < count < len(divisors) and min(divisors[count:]) >= NEVER
+    return count / len(divisors) if is_such else None
 
 
 def whole_number(path: Path, key: str, value: Any) -> int:

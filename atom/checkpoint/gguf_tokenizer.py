@@ -4,10 +4,10 @@ The file has the vocabulary, but only names the rule that splits a text into wor
 
     build_tokenizer(metadata, "tiny.gguf", split={"gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|\\S+|\\s+"})
 
-Two kinds: byte-level BPE (tokenizer.ggml.model "gpt2"), and sentencepiece's BPE ("llama"), whose merges follow from
-the scores. `split` maps tokenizer.ggml.pre to the regular expression of the words; `ignore_merges` lists those whose
-words are looked up whole in the vocabulary before they are merged, and whose texts begin with BOS unless the file says
-otherwise. llama.cpp has these facts in its code.
+Three kinds: byte-level BPE (tokenizer.ggml.model "gpt2"), sentencepiece's BPE ("llama"), whose merges follow from the
+scores, and the same with merges in the file ("gemma4"). `split` maps tokenizer.ggml.pre to the regular expression of
+the words; `ignore_merges` lists those whose words are looked up whole in the vocabulary before they are merged, and
+whose texts begin with BOS unless the file says otherwise. llama.cpp has these facts in its code.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError, UnsupportedError, first_line
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+KINDS = ("gpt2", "llama", "gemma4")
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -35,8 +36,9 @@ def build_tokenizer(
     kind, pre = str(own.get("model", "none")), str(own.get("pre", "default"))
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (supported: gpt2, llama)")
+    if kind not in KINDS:
+        known = ", ".join(KINDS)
+        raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (supported: {known})")
     if kind == "gpt2" and pre not in split:
         raise UnsupportedError(
             f"{location}: unknown pre-tokenizer {pre!r}; gguf.split of a model file can give its regular expression"
@@ -55,6 +57,7 @@ def build_tokenizer(
             chosen = [token for token, its in zip(tokens, own.get("token_type", ()), strict=False) if its == token_type]
             backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in chosen])
         begins_with_bos = own.get("add_bos_token", kind == "llama" or pre in ignore_merges)
+        begins_with_bos |= kind == "gemma4"  # llama.cpp adds it whatever the file says
         bos = special_tokens.get("bos_token") if begins_with_bos else None
         eos = special_tokens.get("eos_token") if own.get("add_eos_token", False) else None
         add_around(backend, bos, eos)
@@ -86,7 +89,7 @@ def sentencepiece(own: Mapping[str, Any], unknown: str | None) -> tokenizers.Tok
     merges = read_merges(own) or merges_by_score(vocab, own["scores"].tolist())
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
-    has_prefix = own.get("add_space_prefix", True)
+    has_prefix = own.get("add_space_prefix", own.get("model") != "gemma4")
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []

@@ -430,6 +430,38 @@ def test_a_table_of_rope_factors_is_config_and_no_tensor(tmp_path: Path) -> None
     assert dict(checkpoint.tensors) == {}
 
 
+def test_a_table_that_stops_frequencies_is_a_part_of_a_head(tmp_path: Path) -> None:
+    factors = np.array([1, 1, 1, 1e30, 1e30, 1e30, 1e30, 1e30], np.float32)
+    checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", {"rope_freqs.weight": (factors, Type.F32)})))
+    rope = checkpoint.config["rope_parameters"]
+    assert rope == {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.375}
+
+
+BY_LAYER = {
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.sliding_window_pattern": [True, False],
+    "attention.head_count_kv": [2, 1],
+    "attention.shared_kv_layers": 1,
+    "feed_forward_length": [96, 192],
+}
+
+
+def test_sizes_by_layer_are_those_of_windows_and_of_shared_kv(tmp_path: Path) -> None:
+    config = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors(), sizes={**SIZES, **BY_LAYER}))).config
+    expected = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "intermediate_size": 96,
+        "use_double_wide_mlp": True,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    assert config | expected == config
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -439,6 +471,11 @@ def test_a_table_of_rope_factors_is_config_and_no_tensor(tmp_path: Path) -> None
             "rope.scaling.type 'yarn' with yarn_log_multiplier is not supported",
         ),
         ({"attention.head_count": [4, 2]}, "attention.head_count differs from layer to layer"),
+        ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv differs from layer to layer"),
+        (
+            {"feed_forward_length": [96, 288], "attention.shared_kv_layers": 1},
+            "feed_forward_length differs from layer to layer",
+        ),
     ],
 )
 def test_metadata_that_the_config_has_no_field_for_is_refused(

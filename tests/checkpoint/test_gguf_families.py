@@ -22,6 +22,9 @@ EACH_WITH_MOE = ["linear_attention", "moe", "full_attention", "moe"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `tiny`, changes, how it is converted
     "gemma3": ("gemma3", GEMMA3, {}),
     "gemma3_softcap": ("gemma3_untied", GEMMA3, {}),
+    "gemma4": ("gemma4", {}, {}),
+    "gemma4_shared": ("gemma4_shared", {}, {}),
+    "gemma4_experts": ("gemma4_experts", {}, {}),
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "phi3": ("phi3_window_tied", {}, {}),
     "phi3_longrope": ("phi3_longrope_long", {}, {}),
@@ -93,6 +96,12 @@ SIZES = {
     "num_hidden_layers": 2,
     "head_dim": 16,
 }
+LAYERS = {
+    "gemma4_experts": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {1: {"head_dim": 24}},
+    }
+}
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "rope_parameters": YARN}
 
@@ -123,10 +132,11 @@ def test_packed_tensors_are_those_that_they_round_to(
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q5_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])  # each expert by its name; one tensor for all
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "gemma4_experts"])  # as three tensors, biases too, two
 def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
     widths = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
-    tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES | (widths if kind.endswith("_K") else {}))
+    sizes = SIZES | LAYERS.get(variant, {}) | (widths if kind.endswith("_K") else {})
+    tiny.save_changed(variant, tmp_path / "checkpoint", **sizes)
     made: dict[bool, torch.Tensor] = {}
     for packed in (False, True):
         path = tmp_path / f"{packed}.gguf"

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,6 +192,25 @@ def test_the_space_in_front_is_left_out_where_the_file_asks_for_it() -> None:
     tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
     assert tokenizer.encode("the") == [tokens.index("the")]
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
+
+
+MERGES = ["t h", "th e", "▁ the", "a n", "▁ an", "\n \n"]
+
+
+@settings(max_examples=200)
+@given(st.text(st.sampled_from("  thean\né▁"), max_size=20))
+def test_merges_of_gemma_4_are_those_of_transformers(text: str) -> None:
+    """Its tokenizer there is made of vocabulary and merges only."""
+    values = sentencepiece_metadata()
+    tokens = values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "\n", "\n\n"]
+    values |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": MERGES, "tokenizer.ggml.add_bos_token": False}
+    values["tokenizer.ggml.token_type"] = np.append(values["tokenizer.ggml.token_type"], [NORMAL] * 2)
+    vocab, merges = {token: at for at, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in MERGES]
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "mask_token": "<unk>"}
+    theirs = transformers.GemmaTokenizer(vocab=vocab, merges=merges, **special)
+    tokenizer, expected = build(values), theirs.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text) == [1, *expected], "the file says that no BOS comes first; llama.cpp adds it"
+    assert tokenizer.decode(expected) == text.replace("▁", " ")
 
 
 # the rest

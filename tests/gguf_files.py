@@ -38,6 +38,12 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H,
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
+    "MambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
+    "FalconMambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
+    "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2,
+    "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
+    "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -78,7 +84,7 @@ def convert(
             array, scale = divide(array)
             writer.add_tensor(mapped.replace(".weight", ".scale"), scale)
             writer.add_tensor(mapped.replace(".weight", ".input_scale"), np.ones_like(scale))
-        if rounded and tensor.ndim > 1 and not re.search(r"mlp\.gate\.|router\.|conv1d", name):
+        if rounded and tensor.ndim > 1 and not re.search(r"\.gate\.weight|router\.|conv1d|A_log", name):
             fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
             kind = gguf.GGMLQuantizationType[rounded if fits else SMALLER[rounded]]
             is_drawn = kind.name in FACTORS
@@ -131,15 +137,18 @@ def _with_factors(blocks: np.ndarray, kind: str, factor: Any) -> np.ndarray:
     return made
 
 
+USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+
+
 def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any], old_mla: bool) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     heads, latent = config["num_attention_heads"], "kv_lora_rank" in config
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("max_position_embeddings", config.get("model_max_length")))
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(heads)
+    writer.add_head_count(0 if arch in (gguf.MODEL_ARCH.MAMBA, gguf.MODEL_ARCH.MAMBA2) else heads)
     if arch not in LISTED:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_head_count_kv(1 if latent and not old_mla else config["num_key_value_heads"])
@@ -167,7 +176,8 @@ def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any],
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.get("num_experts_per_tok", config.get("top_k_experts")))
+        used = next(config[name] for name in USED_EXPERTS if name in config)
+        writer.add_expert_used_count(used)
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     write = WRITERS.get(arch)
     if write:
@@ -279,7 +289,8 @@ def write_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any], prefix: str, s
     writer.add_ssm_state_size(config[state])
     writer.add_ssm_group_count(config[groups])
     writer.add_ssm_time_step_rank(heads)
-    writer.add_ssm_inner_size(heads * config.get("mamba_head_dim", config.get("mamba_d_head")))
+    head_dim = next(config[name] for name in ("mamba_head_dim", "mamba_d_head", "head_dim") if name in config)
+    writer.add_ssm_inner_size(heads * head_dim)
 
 
 def write_granitehybrid(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
@@ -305,6 +316,54 @@ def write_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -
             writer.add_moe_latent_size(config["moe_latent_size"])
 
 
+def write_falcon_h1(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    write_mamba2(writer, config, "mamba_n_", "mamba_d_state", "mamba_n_groups")
+
+
+def write_only_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    writer.add_feed_forward_length(0)
+    write_mamba2(writer, config, "num_", "state_size", "n_groups")
+
+
+def write_mamba(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    writer.add_feed_forward_length(0)
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_inner_size(config["intermediate_size"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
+
+
+def write_jamba(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    layers, period = range(config["num_hidden_layers"]), config["attn_layer_period"]
+    has_attention = [layer % period == config["attn_layer_offset"] for layer in layers]
+    writer.add_head_count_kv([config["num_key_value_heads"] if has else 0 for has in has_attention])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
+def write_kimi_linear(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_key_length(rank + rotated)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 LISTED = {  # architectures whose layers differ
     gguf.MODEL_ARCH.GEMMA4,
     gguf.MODEL_ARCH.LFM2,
@@ -312,9 +371,16 @@ LISTED = {  # architectures whose layers differ
     gguf.MODEL_ARCH.GRANITE_HYBRID,
     gguf.MODEL_ARCH.NEMOTRON_H,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    gguf.MODEL_ARCH.MAMBA,
+    gguf.MODEL_ARCH.MAMBA2,
+    gguf.MODEL_ARCH.JAMBA,
+    gguf.MODEL_ARCH.KIMI_LINEAR,
 }
 WITHOUT_HEAD_DIM = {
     gguf.MODEL_ARCH.GEMMA4,
+    gguf.MODEL_ARCH.MAMBA,
+    gguf.MODEL_ARCH.MAMBA2,
+    gguf.MODEL_ARCH.JAMBA,
     gguf.MODEL_ARCH.LFM2,
     gguf.MODEL_ARCH.LFM2MOE,
     gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -332,6 +398,11 @@ WRITERS: dict[Any, Callable[..., None]] = {
     gguf.MODEL_ARCH.GRANITE_HYBRID: write_granitehybrid,
     gguf.MODEL_ARCH.NEMOTRON_H: write_nemotron_h,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE: write_nemotron_h,
+    gguf.MODEL_ARCH.FALCON_H1: write_falcon_h1,
+    gguf.MODEL_ARCH.MAMBA: write_mamba,
+    gguf.MODEL_ARCH.MAMBA2: write_only_mamba2,
+    gguf.MODEL_ARCH.JAMBA: write_jamba,
+    gguf.MODEL_ARCH.KIMI_LINEAR: write_kimi_linear,
 }
 
 
@@ -482,6 +553,47 @@ def of_granitehybrid(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -
             yield name, tensor
 
 
+def of_mamba(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    """Rates as -exp of the hub's; Jamba's experts under the name of others."""
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -torch.exp(tensor)
+        yield name.replace("feed_forward.experts", "mlp.experts"), tensor.squeeze(1) if "conv1d.w" in name else tensor
+
+
+def with_factors(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Falcon-H1: weights are multiplied by the factors of its config."""
+    gate, down = config["mlp_multipliers"]
+    read, given = config["attention_in_multiplier"], config["attention_out_multiplier"]
+    groups, inner = config["mamba_n_groups"] * config["mamba_d_state"], config["mamba_d_ssm"]
+    sizes = torch.tensor([inner, inner, groups, groups, config["mamba_n_heads"]])
+    factors = {
+        "down_proj.weight": down,
+        "gate_proj.weight": gate,
+        "k_proj.weight": read * config["key_multiplier"],
+        "q_proj.weight": read,
+        "v_proj.weight": read,
+        "o_proj.weight": given,
+        "mamba.out_proj.weight": config["ssm_out_multiplier"],
+        "mamba.in_proj.weight": config["ssm_in_multiplier"]
+        * torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes)[:, None],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "embed_tokens.weight": config["embedding_multiplier"],
+    }
+    for name, tensor in of_mamba2(tensors, config):
+        yield name, tensor * next((factor for end, factor in factors.items() if name.endswith(end)), 1)
+
+
+def of_kimi(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """Rates as -exp of the hub's; convolutions with dims of 1."""
+    dense = r"block_sparse_moe\.(\w+_proj)"  # as transformers saves it, not the hub
+    for name, tensor in with_halves(tensors, config):
+        if name.endswith("A_log"):
+            tensor = -torch.exp(tensor)
+        name = re.sub(dense, r"mlp.\1", name).replace("dt_bias", "dt_proj.bias")
+        yield name, tensor.view(1, len(tensor), 1, -1) if "conv1d" in name else tensor
+
+
 def with_scales_of_routers(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
     """Gemma 4: scales next to the weights that they are of, all else a weight."""
     for name, tensor in tensors.items():
@@ -510,4 +622,9 @@ RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.GRANITE_HYBRID: of_granitehybrid,
     gguf.MODEL_ARCH.NEMOTRON_H: of_mamba2,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE: of_mamba2,
+    gguf.MODEL_ARCH.FALCON_H1: with_factors,
+    gguf.MODEL_ARCH.MAMBA: of_mamba,
+    gguf.MODEL_ARCH.MAMBA2: of_mamba2,
+    gguf.MODEL_ARCH.JAMBA: of_mamba,
+    gguf.MODEL_ARCH.KIMI_LINEAR: of_kimi,
 }

@@ -84,6 +84,13 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "attn_gate": "mixer.gate_proj",
     "ssm_in": "mixer.in_proj",
     "ssm_conv1d": "mixer.conv1d",
+    "ssm_conv1d_q": "mixer.q_conv1d",
+    "ssm_conv1d_k": "mixer.k_conv1d",
+    "ssm_conv1d_v": "mixer.v_conv1d",
+    "ssm_f_a": "mixer.f_a_proj",
+    "ssm_f_b": "mixer.f_b_proj",
+    "ssm_g_a": "mixer.g_a_proj",
+    "ssm_g_b": "mixer.g_b_proj",
     "ssm_x": "mixer.x_proj",
     "ssm_dt": "mixer.dt_proj",
     "ssm_dt_norm": "mixer.dt_layernorm",
@@ -97,9 +104,10 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "ssm_a": "mixer.A_log",
     "ssm_d": "mixer.D",
 }
-BARE = {  # names that have neither .weight nor .bias on the hub
+BARE = {  # names that have another suffix on the hub, or none
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_norm": "post_attention_layernorm.weight",  # Falcon-H1's has no suffix in the file
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "mlp.gate.scale",
     "ffn_down_exps.scale": "mlp.experts.down_proj.scale",

@@ -26,14 +26,14 @@ SIZES = {  # integers below `{architecture}.`: their names in config.json, of wh
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
+    "context_length": "max_position_embeddings model_max_length",
     "vocab_size": "vocab_size",
     "attention.sliding_window": "sliding_window",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "expert_count": "num_experts num_local_experts n_routed_experts",
-    "expert_used_count": "num_experts_per_tok top_k_experts",
-    "expert_shared_count": "n_shared_experts",
+    "expert_used_count": "num_experts_per_tok num_experts_per_token top_k_experts",
+    "expert_shared_count": "n_shared_experts num_shared_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
@@ -48,6 +48,7 @@ SIZES = {  # integers below `{architecture}.`: their names in config.json, of wh
     "ssm.state_size": "linear_key_head_dim ssm_state_size state_size mamba_d_state",
     "ssm.group_count": "linear_num_key_heads n_groups mamba_n_groups",
     "ssm.inner_size": "mamba_d_ssm",
+    "kda.head_dim": "linear_head_dim",
     "ssm.time_step_rank": "linear_num_value_heads mamba_num_heads mamba_n_heads num_heads time_step_rank mamba_dt_rank",
 }
 FLOATS = {
@@ -61,7 +62,7 @@ FLOATS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_weights_scale": "routed_scaling_factor",
 }
-FLAGS = {"expert_weights_norm": "norm_topk_prob"}
+FLAGS = {"expert_weights_norm": "norm_topk_prob", "ssm.dt_b_c_rms": "mamba_dt_b_c_norm"}
 GATING = {1: "softmax", 2: "sigmoid"}  # of expert_gating_func
 SCALING = {  # keys below `{architecture}.rope.scaling.`: their names in rope_parameters
     "factor": "factor",
@@ -113,6 +114,8 @@ def make_config(
     config |= by_layer
     config["sliding_window"] = config.get("sliding_window") or None
     config |= layer_pattern(path, own.get("attention.sliding_window_pattern"))
+    if config.get("num_attention_heads") == 0:  # of Mamba
+        del config["num_attention_heads"]
     if "num_attention_heads" in config:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if "model.embed_tokens.weight" in tensors:
@@ -197,13 +200,32 @@ def describe_recurrent(config: Mapping[str, Any], tensors: Mapping[str, StoredTe
     described: dict[str, Any] = {
         "layer_types": [layer_type(parts.get(layer, set())) for layer in range(config.get("num_hidden_layers", 0))]
     }
-    if (heads := config.get("mamba_n_heads")) and "mamba_d_ssm" in config:
-        names = ("linear_value_head_dim", "mamba_head_dim", "mamba_d_head")
-        described |= dict.fromkeys(names, config["mamba_d_ssm"] // heads)
+    if "first_k_dense_replace" not in config and all(each & {"mlp", "moe"} for each in parts.values()):
+        described["mlp_layer_types"] = ["sparse" if "moe" in parts[layer] else "dense" for layer in sorted(parts)]
+    described |= describe_states(config, tensors)
     conv_bias = any(name.endswith("mixer.conv1d.bias") for name in tensors)
     bias = any(name.endswith("mixer.in_proj.bias") for name in tensors)
     described |= {"use_conv_bias": conv_bias, "mamba_conv_bias": conv_bias, "use_bias": bias, "mamba_proj_bias": bias}
     described["conv_bias"] = any(name.endswith("conv.conv.bias") for name in tensors)
+    return described
+
+
+def describe_states(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Sizes of recurrent state that the metadata have under no name of their own, and whether it is normed."""
+    described: dict[str, Any] = {}
+    inner, heads, hidden = (config.get(name) for name in ("mamba_d_ssm", "mamba_n_heads", "hidden_size"))
+    has_attention = "num_attention_heads" in config
+    if inner and heads:
+        names = ["linear_value_head_dim", "mamba_head_dim", "mamba_d_head", *([] if has_attention else ["head_dim"])]
+        described |= dict.fromkeys(names, inner // heads)
+    if inner and hidden and inner % hidden == 0:
+        described["mamba_expand"] = inner // hidden
+    if not has_attention:  # the hub's configs of Mamba call it so
+        described["intermediate_size"] = inner
+    if betas := [tensor for name, tensor in tensors.items() if name.endswith("mixer.b_proj.weight")]:
+        described["linear_num_heads"] = betas[0].shape[0]
+    described["mamba_rms_norm"] = any(name.endswith("mixer.norm.weight") for name in tensors)
+    described["mamba_norm_before_gate"] = False  # as llama.cpp computes it
     return described
 
 
@@ -236,7 +258,7 @@ def describe_routing(path: Path, own: Mapping[str, Any], tensors: Mapping[str, S
         gating = whole_number(path, "expert_gating_func", own["expert_gating_func"])
         if gating not in GATING:
             raise UnsupportedError(f"{path}: expert_gating_func {gating} is not supported (supported: 1, 2)")
-        described["scoring_func"] = GATING[gating]
+        described["scoring_func"] = described["moe_router_activation_func"] = GATING[gating]
     return described
 
 

@@ -360,6 +360,7 @@ def test_the_config_has_the_values_of_the_metadata(tmp_path: Path) -> None:
         "head_dim": 32,
         "intermediate_size": 96,
         "max_position_embeddings": 128,
+        "model_max_length": 128,
         "sliding_window": 16,
         "vocab_size": 40,
         "rms_norm_eps": 1e-5,

@@ -56,6 +56,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `
         {"layers_block_type": EACH_WITH_MOE, "moe_latent_size": 20, "n_group": 2, "norm_topk_prob": False},
         {},
     ),
+    "falcon_h1": ("falcon_h1", {}, {}),
+    "falcon_h1_normed": (
+        "falcon_h1_normed",
+        {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+        {},
+    ),
+    "mamba": ("mamba", {}, {}),
+    "mamba_biases": ("mamba_biases", {}, {}),
+    "falcon_mamba": ("falcon_mamba", {"mixer_rms_eps": 1e-6}, {}),
+    "mamba2": ("mamba2", {}, {}),
+    "mamba2_biases": ("mamba2_biases", {}, {}),
+    "jamba": ("jamba", {}, {}),
+    "jamba_dense": ("jamba_dense", {"mamba_dt_rank": 5}, {}),
+    "kimi_linear": ("kimi_linear", {"linear_num_heads": 4}, {}),
     "split": ("qwen3_moe_dense_list", {"mlp_only_layers": [], "norm_topk_prob": True}, {"max_tensors": 9}),
 }
 
@@ -103,6 +117,7 @@ LAYERS = {
     }
 }
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+KDA = {"linear_num_heads": 4, "linear_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "rope_parameters": YARN}
 
 
@@ -114,6 +129,7 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_
         ("deepseek_v3", SIZES | LATENT, {"old_mla": True}),
         ("gpt_oss", SIZES, {}),
         ("qwen3_5", SIZES | DELTA, {}),
+        ("kimi_linear", SIZES | LATENT | KDA | {"mlp_layer_types": ["dense", "sparse"]}, {}),
     ],
 )
 def test_packed_tensors_are_those_that_they_round_to(

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import regex
 import tokenizers
 import transformers
 import yaml
@@ -334,3 +335,23 @@ def test_one_expression_splits_as_the_three_of_deepseek(text: str) -> None:
     ours = pre_tokenizers.Split(Regex(SPLIT["deepseek-v3"]), behavior="isolated")
     theirs = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), behavior="isolated") for each in DEEPSEEK_V3])
     assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+KIMI = "|".join([  # tokenization_kimi.py of moonshotai/Kimi-K2-Instruct: TikTokenTokenizer.pat_str
+    r"""[\p{Han}]+""",
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+    r"""\p{N}{1,3}""",
+    r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+    r"""\s*[\r\n]+""",
+    r"""\s+(?!\S)""",
+    r"""\s+""",
+])  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.text(st.sampled_from("aBǅé \n\t19½中文ひ々゛ー가'sT.,!_$\u0301\u200b’ "), max_size=24))
+def test_chinese_is_split_from_other_letters_as_in_the_tokenizer_of_kimi(text: str) -> None:
+    """The intersections of classes mean the same to another engine."""
+    split = pre_tokenizers.Split(Regex(SPLIT["kimi-k2"]), behavior="isolated")
+    assert [part for part, _ in split.pre_tokenize_str(text)] == regex.findall(KIMI, text, regex.VERSION1)

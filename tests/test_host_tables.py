@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import tiny
 import torch
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 
 from atom import LLMEngine, SamplingParams, weights
 from atom.compiler import compile_graph
+from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config.load import engine_overrides, load
 from atom.errors import ConfigError, UnsupportedError
-from atom.graph import Graph, Host
+from atom.graph import Dequantize, Graph, Host, Type, W
 from atom.kernels import Target
 from atom.kernels.host_memory import HostTensor
 
@@ -39,10 +41,16 @@ def hosted(graph: Graph) -> list[str]:
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(
-    level: int, open_engine: Open, references: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    level: int,
+    open_engine: Open,
+    references: Any,
+    checkpoints: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr("atom.config.resolve.check_offload", lambda config, device: None)
     engine = open_engine("gemma4", level=level, cpu_offload_params=[TABLE], enable_sleep_mode=True)
+    assert re.search(r"tables in pinned host memory: 1\.28e-05 GiB$", capsys.readouterr().err, re.MULTILINE)
     held = engine._engine.runner.model._bindings.weights
     ((recipe, table),) = ((recipe, value) for recipe, value in held.items() if isinstance(value, HostTensor))
     assert isinstance(recipe, Host)
@@ -61,6 +69,27 @@ def test_the_device_holds_fewer_bytes(checkpoints: Any):
     assert [hosted(graph) for graph in graphs] == [[], [f"model.{TABLE}.weight"]]
     without, less = map(weights.num_bytes, graphs)
     assert without - less == 107 * 4 * 8 * 2, "rows, layers, inputs of a layer, bytes"
+
+
+def test_an_artifact_is_of_its_tables(checkpoints: Any):
+    given = engine_overrides(str(checkpoints("gemma4")), {"device": "cuda", "level": 2, "cpu_offload_params": [TABLE]})
+    plain, offloaded = load(given[:-1]), load(given)
+    ingredients = [launch_ingredients(config, NVIDIA) for config in (plain, offloaded)]
+    assert ingredients[1] == ingredients[0] | {"in host memory": TABLE} and "in host memory" not in ingredients[0]
+    assert load(recipe_of(offloaded)).serve.cpu_offload_params == [TABLE]
+
+
+def test_a_table_of_blocks_is_unpacked_there(tmp_path: Path):
+    widths = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 32,
+    }
+    tiny.save_changed("gemma4", tmp_path / "checkpoint", **widths)
+    path = gguf_files.convert(tmp_path / "checkpoint", tmp_path / "tiny.gguf", rounded="Q8_0", packed=True)
+    tables = [recipe for recipe in graph_of(path, [TABLE]).recipes() if isinstance(recipe, Host)]
+    assert tables == [Host(Dequantize(W(f"model.{TABLE}.weight", Type("bf16", (107, 128), "q8_0"))))]
 
 
 @pytest.mark.parametrize("parallel", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)

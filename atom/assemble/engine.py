@@ -28,7 +28,7 @@ from atom.assemble.ranks import (
     start_processes,
     start_ranks,
 )
-from atom.assemble.report import report_engine, report_unused
+from atom.assemble.report import report_engine, report_host_tables, report_unused
 from atom.assemble.runner import open_runner
 from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
 from atom.assemble.sleep import open_sleeper, stable_memories
@@ -182,6 +182,7 @@ def load_model(
         memory, _ = memories = stable_memories(config)
         place = None if memory is None else functools.partial(place_in, memory)
         tensors = load_weights(graph, checkpoint, config, progress, place=place, tokenizer=tokenizer)
+        report_host_tables(graph)
         adapters = open_adapters(graph, tensors, config.serve, mesh_of(config))
         clock.stop("weights")
         scales, cache = KVScales(graph, tensors), Cache(config.cache_folder)

@@ -8,6 +8,8 @@ from typing import Any
 from atom.checkpoint.modules import reads_more
 from atom.config import Config
 from atom.config.limits import EngineLimits
+from atom.graph import Graph
+from atom.graph.recipe_contents import host_bytes
 from atom.process.messages import say
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.types import StateKind
@@ -31,6 +33,12 @@ def report_engine(
     for text in (_describe_unread_rope(config), _describe_sampling(config)):
         if text:
             say(text)
+
+
+def report_host_tables(graph: Graph) -> None:
+    """Print the bytes of tables that stay in host memory, if any do."""
+    if size := sum(map(host_bytes, graph.recipes())):
+        say(f"tables in pinned host memory: {size / 2**30:.3g} GiB")
 
 
 def report_unused(generation: Mapping[str, Any], config: Config) -> None:

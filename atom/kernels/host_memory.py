@@ -4,8 +4,8 @@
     table.on_host.copy_(weight)                     # on the CPU
     F.embedding(tokens, table.view)                 # on the GPU, which reads the rows over the bus
 
-With unified addressing a kernel reads pinned memory by its address (CUDA C++ Programming Guide, "Zero-copy").
-https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html is how torch takes that address as a tensor.
+With unified addressing a kernel reads pinned memory by an address, which torch takes as a tensor's by the CUDA Array
+Interface: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html. Copies go by `on_host`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import CapacityError, UnsupportedError
-from atom.kernels.stable_memory import open_driver
+from atom.kernels.stable_memory import find_device, open_driver
 
 OPTION = "serve.cpu_offload_params"
 
@@ -35,7 +35,8 @@ class HostTensor:
 
 def _view(tensor: Tensor, device: str) -> Tensor:
     pin(tensor, f"leave out {OPTION}")
-    viewed = torch.as_tensor(_Pinned(tensor), device=device)
+    where = torch.device(device)
+    viewed = torch.as_tensor(_Pinned(tensor), device=find_device() if where.index is None else where)
     assert viewed.is_cuda, "a kernel takes its address"
     return viewed.view(tensor.dtype).view(tensor.shape)
 

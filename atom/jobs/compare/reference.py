@@ -6,6 +6,7 @@ does. So values have names wherever the checkpoint's tensors bear those of the m
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,14 +39,20 @@ class Place(NamedTuple):
     module: str
     part: str  # input, output, or of a router's output weights or ids
     columns: tuple[int, int] | None = None  # None: all
+    call: int = 0  # of the module in a step, which may call it several times
+
+
+Calls = collections.Counter[Place]  # in a step so far; in the text, of places without `call`
 
 
 def places_of(graph: Graph) -> dict[str, Place]:
     """The places of a body's values, by name; those that come first in the text win."""
     found: dict[str, Place] = {}
+    num_calls = Calls()
     for node in graph.programs[BODY].nodes:
         for name, place in places_by(node):
-            found.setdefault(name, place)
+            found.setdefault(name, place._replace(call=num_calls[place]))
+            num_calls[place] += 1
     return found
 
 
@@ -66,10 +73,16 @@ def places_by(call: Node) -> Iterator[tuple[str, Place]]:
         yield from zip(
             (node.name for node in results_of(call)), (Place(module, "weights"), Place(module, "ids")), strict=True
         )
+    elif call.target is ops.linear and not all(map(is_stored, call.args[2:])):
+        return  # its bias is not the module's
     elif call.target in NORMS or (call.target is ops.linear and isinstance(weight, W)):  # a norm's may be shifted
         yield call.name, Place(module, "output")
     elif call.target is ops.linear and isinstance(weight, Slice) and (weight.dim, weight.step) == (0, 1):
         yield call.name, Place(module, "output", (weight.start, weight.stop))
+
+
+def is_stored(bias: Recipe | None) -> bool:
+    return bias is None or any(leaves(bias))
 
 
 def run_reference(
@@ -81,14 +94,16 @@ def run_reference(
     num_tokens: of each answer
     """
     model, trace, found = open_model(config, checkpoint), Trace(), dict[str, Any]()
+    num_calls = Calls()
     with ExitStack() as hooks, torch.inference_mode():
         for place, names in group(places_of(graph)).items():
-            hook(model, place, hooks, functools.partial(keep, found, names))
+            hook(model, place, hooks, functools.partial(keep, found, names, place, num_calls))
         for number, prompt in enumerate(prompts):
             run = functools.partial(model, **open_cache(model), use_cache=True)
             tokens, answer = list(prompt), list[int]()
             for step in range(num_tokens):
                 found.clear()
+                num_calls.clear()
                 logits = run(torch.tensor([tokens], device=model.device)).logits[0].float().cpu()
                 shaped = ((name, rows_of(value, len(tokens))) for name, value in found.items())
                 trace.values[number, step] = {(BODY, name): rows for name, rows in shaped if rows is not None}
@@ -146,8 +161,11 @@ def group(places: Mapping[str, Place]) -> dict[Place, list[str]]:
     return grouped
 
 
-def keep(found: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Add a value by its names; a copy, as the model may go on to write to it."""
+def keep(found: dict[str, Any], names: Sequence[str], place: Place, num_calls: Calls, value: Any) -> None:
+    """Add the value of a place's call by its names; a copy, as the model may go on to write to it."""
+    num_calls[place] += 1
+    if num_calls[place] != place.call + 1:
+        return
     found.update(dict.fromkeys(names, value.clone() if torch.is_tensor(value) else None))
 
 

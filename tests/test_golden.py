@@ -44,7 +44,7 @@ BY_NAME = {
 }  # fmt: skip  # which transformers has no class of
 OTHERS = ABSTRACT | TEXTS | BY_NAME | {"nemotron_h_moe"} | tiny.COMBINED.keys()  # whose blocks the texts of others have
 CONFIG_OF = {"qwen3_vl_moe": "qwen3_moe"}  # the text_config of the first has the fields of the second
-NUM_LAYERS = {"gemma4": 4}  # the last one reads KV of another
+NUM_LAYERS = {"gemma3n": 4, "gemma4": 4}  # the last one reads KV of another
 TARGET = Target("cpu", frozenset({"onednn_bf16", "onednn_fp32", "blocks_bf16", "blocks_fp32"}))
 
 

@@ -27,6 +27,10 @@ MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_hea
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "sliding_window": 10, "hidden_size_per_layer_input": 0,
           "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}  # fmt: skip
+GEMMA3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2, "num_kv_shared_layers": 1,
+           "head_dim": 24, "sliding_window": 10, "intermediate_size": [80, 72, 80, 56], "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0],
+           "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "altup_num_inputs": 3, "laurel_rank": 5,
+           "final_logit_softcapping": 3.0}  # fmt: skip
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
                          "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256,
@@ -106,6 +110,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "vocab_size_per_layer_input": 101}),
     "gemma4_experts": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
                                             "moe_intermediate_size": 20}),
+    "gemma3n": ("Gemma3nTextConfig", GEMMA3N),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3_window_tied": ("Phi3Config", {"sliding_window": 14, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3_longrope_long": ("Phi3Config", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],

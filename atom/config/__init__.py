@@ -9,6 +9,7 @@ Only what loads or writes a configuration imports Hydra: a process that is hande
 from atom.config.schema import (
     AdvancedConfig,
     AttentionConfig,
+    BlockScalesConfig,
     BlockSettings,
     Config,
     EmbeddedConfig,
@@ -35,6 +36,7 @@ from atom.config.schema import (
 __all__ = [
     "AdvancedConfig",
     "AttentionConfig",
+    "BlockScalesConfig",
     "BlockSettings",
     "Config",
     "EmbeddedConfig",

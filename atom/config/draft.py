@@ -6,7 +6,7 @@ check_fits(config.model, draft)
 from __future__ import annotations
 
 from atom.config.schema import Eagle3Config, ModelConfig
-from atom.errors import ConfigError
+from atom.errors import ConfigError, UnsupportedError
 
 
 def check_fits(model: ModelConfig, draft: ModelConfig) -> None:
@@ -17,6 +17,8 @@ def check_fits(model: ModelConfig, draft: ModelConfig) -> None:
     if hidden != model.hidden:
         raise ConfigError(f"it drafts for a model with a hidden size of {hidden}, not {model.hidden}; take another one")
     outside = [layer for layer in find_aux_layers(eagle3, model.layers) if not 0 <= layer <= model.layers]
+    if model.streams.num > 1:
+        raise UnsupportedError(f"it reads hidden states of one stream, the model has {model.streams.num}")
     if outside:
         raise ConfigError(f"it reads the input of layer {outside[0]} of the model, which has {model.layers} layers")
 

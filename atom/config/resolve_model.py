@@ -26,6 +26,7 @@ from atom.config.schema import (
 from atom.config.spelling import did_you_mean, spelled
 from atom.config.stored_names import find_optional, stored_name
 from atom.errors import ConfigError, UnsupportedError
+from atom.sampling_params import INT32
 
 BLOCKS = ("attention", "mlp")  # that every model has, besides those of model.blocks
 LAYER_TYPES = ("full_attention", "sliding_attention")  # besides those of model.branches
@@ -38,7 +39,7 @@ WHICH_LAYERS: dict[str, Any] = {
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
 # roles that model.scales cannot name, besides tensors
-NOT_SCALED = re.compile(r"(per_layer_)?embedding|head|layer|router|.*norm")
+NOT_SCALED = re.compile(r"(per_layer_)?embedding|head|layer|router|altup_(router|predict|correct)|.*norm")
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
 SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
 ROPE_FIELDS = {  # that a kind of rope reads, besides kind and theta
@@ -57,7 +58,7 @@ STORED_ROPE = {  # field -> key of config.json, where they differ
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|altup_scale|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -113,14 +114,11 @@ def check_model(config: Config) -> None:
     if model.mtp_like is not None and model.mtp_like >= model.layers:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
-    rows = model.per_layer_input.vocab
-    if model.per_layer_input.dims and rows is not None and rows < model.vocab:
-        at = f"model.per_layer_input.vocab={rows}"
-        raise UnsupportedError(f"{at}: tokens up to model.vocab={model.vocab} have no row of their own")
     if model.embedding_rows is not None and model.embedding_rows < model.vocab:
         raise ConfigError(f"model.embedding_rows={model.embedding_rows} are fewer than model.vocab={model.vocab}")
     if model.layers % model.loops:
         raise ConfigError(f"model.layers={model.layers} is not a multiple of model.loops={model.loops}")
+    check_streams(model)
     check_branches(model)
     check_kv_layers(model)
     check_scales(model)
@@ -268,6 +266,17 @@ def check_branches(model: ModelConfig) -> None:
         raise ConfigError("model.branches: no layer comes after the last one, to which its a~b could be added")
     if model.shared_blocks is not None and not any(">" in name for names in model.branches.values() for name in names):
         raise ConfigError(f"model.shared_blocks={model.shared_blocks}: model.branches has no a>b; leave it out")
+
+
+def check_streams(model: ModelConfig) -> None:
+    """Check that several streams are of layers which can read and write them."""
+    kind, num = model.streams.kind, model.streams.num
+    at = f"model.streams.num={num}"
+    if (kind == "one") != (num == 1):
+        raise ConfigError(f"{at}: kind {kind} is of {'one stream' if kind == 'one' else 'several streams'}")
+    for name, default in (("loops", 1), ("mtp_layers", 0), ("layer_scalar", False)):
+        if num > 1 and (value := getattr(model, name)) != default:
+            raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
 
 
 def check_kv_layers(model: ModelConfig) -> None:
@@ -447,7 +456,28 @@ def derive_limits(mlp: MLPConfig, at: str, num_layers: int, is_plain: bool) -> M
     return replace(mlp, limit=mlp.limit or default)
 
 
+def check_by_layer(mlp: MLPConfig, at: str, num_layers: int) -> None:
+    """Check the widths and the sparsity of layers."""
+    for name, values, kinds in (
+        ("widths", mlp.widths, ("gated", "plain")),
+        ("sparsity", mlp.sparsity, ("gated",)),
+    ):
+        if values is None:
+            continue
+        if mlp.kind not in kinds:
+            raise UnsupportedError(f"{at}.{name} is for kind {' and '.join(kinds)}, not for kind {mlp.kind}")
+        check_count(values, num_layers, f"{at}.{name}")
+        if (wrong := next((each for each in values if not is_of_layer(name, each)), None)) is not None:
+            wanted = f"a number from 1 to {INT32}" if name == "widths" else "a share from 0 to less than 1"
+            raise ConfigError(f"{at}.{name}: {spelled(wrong)} is not {wanted}")
+
+
+def is_of_layer(name: str, value: float) -> bool:
+    return 1 <= value <= INT32 if name == "widths" else 0 <= value < 1
+
+
 def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
+    check_by_layer(mlp, at, num_layers)
     is_plain = mlp.kind == "plain" or (mlp.kind == "moe" and mlp.expert == "plain")
     if is_plain and mlp.activation.startswith("swiglu"):
         raise UnsupportedError(f"{at}.activation={mlp.activation} is for gated mlps, not for plain ones")

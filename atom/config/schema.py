@@ -48,6 +48,7 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
 
 OUTPUTS = ("text", "json", "html")  # of a job; explain, bench and profile have a page
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
+MAX_STREAMS = 16  # of hidden states; models have 4
 MAX_TAPS = 1 << 10  # of a convolution; models have 3 or 4
 MAX_RANKS = 1 << 10  # of an engine
 MAX_BYTES = 1 << 50  # of memory, or of a folder of files
@@ -159,8 +160,12 @@ class RouterConfig:
 
 @dataclass
 class MLPConfig:
-    kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
-    width: int = number(0, 1, INT32)  # of each expert
+    kind: str = one_of(
+        "gated", "plain", "moe", "laurel"
+    )  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts; laurel: h + norm(out(in(h))), as a+b
+    width: int = number(0, 1, INT32)  # of each expert; laurel: the rank
+    widths: list[int] | None = None  # gated, plain: by layer, in place of width; null: all have that
+    sparsity: list[float] | None = None  # gated: by layer, the share of a gate's columns that become 0; 0, null: none
     activation: str = one_of(
         "silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "swiglustep", "xielu"
     )  # relu2: relu²; swiglustep: silu, whose result is clamped by limit
@@ -297,6 +302,16 @@ class PerLayerInputConfig:
 
 
 @dataclass
+class StreamsConfig:
+    """Residual streams: the hidden states that layers read and write."""
+
+    kind: str = one_of(
+        "one", "altup"
+    )  # altup: of several, each layer computes one, and predicts and corrects the others
+    num: int = number(1, 1, MAX_STREAMS)  # of them
+
+
+@dataclass
 class BlockScalesConfig:
     """What a block's input and output, and the hidden states it is added to, are multiplied with."""
 
@@ -402,6 +417,7 @@ class ModelConfig:
     logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
     per_layer_input: PerLayerInputConfig = field(default_factory=PerLayerInputConfig)
+    streams: StreamsConfig = field(default_factory=StreamsConfig)
     layer_scalar: bool = False  # what a layer gives is multiplied with a stored number
     residual: str = one_of(
         "sequential", "normed", "parallel", "parallel_norms"

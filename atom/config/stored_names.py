@@ -12,7 +12,7 @@ from atom.config.schema import ModelConfig
 
 def numbered(pattern: str) -> str:
     """A regular expression of an escaped name, of any layer."""
-    for mark in ("{layer}", "{pair}", "{half}"):
+    for mark in ("{layer}", "{pair}", "{half}", "{stream}"):
         pattern = pattern.replace(re.escape(mark), "[0-9]+")
     return pattern
 
@@ -59,8 +59,9 @@ def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set
 
 def modules_of(model: ModelConfig) -> set[str]:
     """The modules that a model's roles have in its layers."""
-    layers = range(model.layers + model.mtp_layers)
-    return {module_of(stored_name(model, role, layer)) for role in model.weights for layer in layers}
+    layers, streams = range(model.layers + model.mtp_layers), range(max(model.streams.num - 1, 1))
+    names = {stored_name(model, role, layer) for role in model.weights for layer in layers}
+    return {module_of(name.replace("{stream}", str(stream))) for name in names for stream in streams}
 
 
 def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:

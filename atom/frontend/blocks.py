@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from atom.config import AttentionConfig, BlockSettings, MLPConfig, ModelConfig
+from atom.config import AttentionConfig, BlockScalesConfig, BlockSettings, MLPConfig, ModelConfig
 from atom.frontend.attention import ATTENTIONS, Rotary
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.recurrent import RECURRENT
@@ -25,16 +25,12 @@ def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer
     norms = writer.model.own_norms.get(name)
     if norms is not None and norms.before:
         h = writer.norm(x, f"own_{name}_norm", layer)
-    y = _write_scaled(writer, h, name, rotary, layer, x)
-    return y if norms is None or not norms.after else writer.norm(y, f"own_{name}_after_norm", layer, name="y")
-
-
-def _write_scaled(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:
-    scales = writer.model.block_scales.get(name)
-    if scales is None:
-        return _write(writer, h, name, rotary, layer, x)
+    scales = writer.model.block_scales.get(name, BlockScalesConfig())
     read, given = (None if by == 1 else by for by in (scales.read, scales.given))
-    return writer.scale(_write(writer, writer.scale(h, read), name, rotary, layer, x), given)
+    y = _write(writer, writer.scale(h, read), name, rotary, layer, x)
+    if norms is not None and norms.after:
+        y = writer.norm(y, f"own_{name}_after_norm", layer, name="y")
+    return writer.scale(y, given)
 
 
 def _write(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:

@@ -17,9 +17,10 @@ from torch.fx import Node
 from atom.config import Group
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
-from atom.frontend.per_layer_input import add_per_layer_input, per_layer_inputs
+from atom.frontend.per_layer_input import per_layer_inputs
+from atom.frontend.streams import STREAMS
 from atom.frontend.writer import Writer
-from atom.graph import Dequantize, Recipe, Type, W, ops
+from atom.graph import Dequantize, Recipe, Type, ops
 from atom.graph.recipe_ranges import narrow, padded
 
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
@@ -33,14 +34,17 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     """
     tokens, positions = write_tokens(writer)
     rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
-    states, later = [add_positions(writer, embed(writer, tokens, vocab), positions)], None
-    inputs = per_layer_inputs(writer, tokens, states[0]) or [None] * writer.model.layers
+    embedded, later = add_positions(writer, embed(writer, tokens, vocab), positions), None
+    inputs = per_layer_inputs(writer, tokens, embedded) or [None] * writer.model.layers
+    streams = STREAMS[writer.model.streams.kind]
+    states = [streams.spread(writer, embedded)]
     for number, (rotary, own) in enumerate(zip(rotaries_by_layer, inputs, strict=True)):
         if number and number % writer.model.stored_layers == 0:  # the next loop
             states[-1] = writer.norm(states[-1], "final_norm", name="x")
-        x, later = write_layer(writer, states[-1], rotary, number, embedded=states[0], earlier=later, own=own)
-        states.append(x)
-    hidden = writer.norm(states[-1], "final_norm", name="hidden")
+        x, write = streams.connect(writer, states[-1], number, own)
+        y, later = write_layer(writer, x, rotary, number, embedded=embedded, earlier=later)
+        states.append(write(y))
+    hidden = writer.norm(streams.merge(writer, states[-1]), "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
 
 
@@ -129,14 +133,15 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
 
 def write_layer(
     writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None, embedded: Node | None = None,
-    earlier: Node | None = None, own: Node | None = None,
+    earlier: Node | None = None,
 ) -> tuple[Node, Node | None]:  # fmt: skip
     """x [T, H] -> [T, H], and what is to be added after the next layer (shortcut-connected experts, Cai et al. 2024)
+
+    `end_layer`, or what streams.py has for several streams, comes after it.
 
     h: what the first block reads; None: x, normed.
     embedded: the hidden states ahead of the first layer.
     earlier: what a block of the layer before gave that is added after this one.
-    own: what the layer reads besides the hidden states [T, P], see `per_layer_inputs`; None: nothing.
     """
     model, norm = writer.model, writer.model.norm
     is_after_only = model.layer_type(layer) in norm.after_only
@@ -174,22 +179,11 @@ def write_layer(
                 later = write_block(writer, h, group.later, rotary, layer, x)
             base = kept(h if model.residual == "normed" else x, group)
             x = add(base, writer.scale(given(x, h, group, role), model.residual_scale))
-        return end_layer(writer, x if earlier is None else add(x, earlier), own, layer), later
+        return x if earlier is None else add(x, earlier), later
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
     all_given = [given(x, each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
-    return end_layer(writer, add(x, writer.scale(total, model.residual_scale)), own, layer), None
-
-
-def end_layer(writer: Writer, x: Node, own: Node | None, layer: int) -> Node:
-    """x [T, H] with what the layer's own input adds, and times the number that is stored for it, if there are any"""
-    if own is not None:
-        x = add_per_layer_input(writer, x, own, layer)
-    if not writer.model.layer_scalar:
-        return x
-    scalar = W(writer.name("layer_scalar", layer), Type(writer.dtype, (1,)))
-    scaled: Node = writer.call(ops.mul, x, scalar, name="x")
-    return scaled
+    return add(x, writer.scale(total, model.residual_scale)), None
 
 
 def write_ahead(

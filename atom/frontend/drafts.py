@@ -21,6 +21,7 @@ from atom.config import ModelConfig
 from atom.errors import ConfigError
 from atom.frontend.attention import rotaries
 from atom.frontend.decoder import embed, table, write_body, write_layer, write_logits, write_rows, write_tokens
+from atom.frontend.streams import end_layer
 from atom.frontend.writer import Writer, required
 from atom.graph import DRAFT, DRAFT_HEAD, DRAFT_IN, Type, W, ops
 from atom.graph.graph import NOISE
@@ -58,6 +59,7 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
     )
     (rotary,) = rotaries(writer, positions, [layer])
     x, _ = write_layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
+    x = end_layer(writer, x, None, layer)
     writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
     writer = writers(DRAFT_HEAD)
     _write_tokens_of(writer, write_logits(writer, write_rows(writer)))

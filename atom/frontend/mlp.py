@@ -19,7 +19,11 @@ from atom.graph.recipe_ranges import cat
 
 def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
     """down(act(gate) * up) (Shazeer 2020)."""
-    return _gated(writer, h, mlp, mlp.width, layer)
+    return _gated(writer, h, mlp, width_of(writer.model, mlp, layer), layer)
+
+
+def width_of(model: ModelConfig, mlp: MLPConfig, layer: int) -> int:
+    return mlp.width if mlp.widths is None else mlp.widths[model.layer_like(layer)]
 
 
 def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
@@ -27,6 +31,8 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, has_bias, layer)
     if mlp.adapter_rank is not None and not prefix:
         gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
+    if mlp.sparsity is not None and (share := mlp.sparsity[writer.model.layer_like(layer)]):
+        gate = writer.call(ops.gaussian_topk, gate, sparsity=share, name="gate")
     rule = gate_rule(mlp, writer.model.layer_like(layer), is_shared=bool(prefix))
     if rule.keys() == {"kind"}:
         active = writer.call(ops.activate, gate, **rule, name="active")
@@ -52,7 +58,15 @@ def gate_rule(mlp: MLPConfig, layer: int, is_shared: bool = False) -> dict[str, 
 
 def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
     """down(act(up))."""
-    return _plain(writer, h, mlp, mlp.width, layer)
+    return _plain(writer, h, mlp, width_of(writer.model, mlp, layer), layer)
+
+
+def laurel(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
+    """h + norm(out(in(h))), a learned augmented residual of a low rank (Menghani et al. 2024)."""
+    low = writer.linear(h, "laurel_in", mlp.width, False, layer)
+    y = writer.norm(writer.linear(low, "laurel_out", writer.model.hidden, False, layer), "laurel_norm", layer, name="y")
+    augmented: Node = writer.call(ops.add, h, y, name="laurel")
+    return augmented
 
 
 def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
@@ -179,7 +193,12 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
     return [*recipes, joined(gate_up, None, "_bias"), joined(down, None, "_bias")] if mlp.bias else recipes
 
 
-MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int, Node], Node]] = {"gated": gated, "plain": plain, "moe": moe}
+MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int, Node], Node]] = {
+    "gated": gated,
+    "plain": plain,
+    "moe": moe,
+    "laurel": laurel,
+}
 
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from atom.frontend.writer import Writer
-from atom.graph import ops
+from atom.graph import Full, Type, ops
 
 
 def per_layer_inputs(writer: Writer, tokens: Node, x: Node) -> list[Node]:
@@ -21,7 +21,12 @@ def per_layer_inputs(writer: Writer, tokens: Node, x: Node) -> list[Node]:
     if not own.dims:
         return []
     columns = model.layers * own.dims
-    table = writer.matrix("per_layer_embedding", (own.vocab or model.vocab, columns))
+    rows = own.vocab or model.vocab
+    if rows < model.vocab:  # tokens that it does not have take its first row
+        tokens, _ = writer.call(
+            ops.local_tokens, tokens, Full(0, Type("i64", (1,))), size=rows, name=("known", "is_known")
+        )
+    table = writer.matrix("per_layer_embedding", (rows, columns))
     e = writer.scale(writer.call(ops.embedding, tokens, table, name="e"), own.dims**0.5)
     p = writer.scale(writer.linear(x, "per_layer_projection", columns, False), model.hidden**-0.5)
     p, e = (writer.call(ops.split_heads, each, heads=model.layers, name=each.name) for each in (p, e))
@@ -35,10 +40,16 @@ def per_layer_inputs(writer: Writer, tokens: Node, x: Node) -> list[Node]:
 
 def add_per_layer_input(writer: Writer, x: Node, p: Node, layer: int) -> Node:
     """x [T, H], p [T, P] -> [T, H]"""
+    added: Node = writer.call(ops.add, x, per_layer_output(writer, x, p, layer), name="x")
+    return added
+
+
+def per_layer_output(writer: Writer, x: Node, p: Node, layer: int) -> Node:
+    """x [T, H], p [T, P] -> what is added to the hidden states [T, H]"""
     own = writer.model.per_layer_input
     gate = writer.linear(x, "per_layer_gate", own.dims, False, layer)
     active = writer.call(ops.activate, gate, kind=own.activation, name="active")
     m = writer.call(ops.mul, active, p, name="m")
-    y = writer.norm(writer.linear(m, "per_layer_out", writer.model.hidden, False, layer), "per_layer_out_norm", layer)
-    added: Node = writer.call(ops.add, x, y, name="x")
-    return added
+    return writer.norm(
+        writer.linear(m, "per_layer_out", writer.model.hidden, False, layer), "per_layer_out_norm", layer
+    )

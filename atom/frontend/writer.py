@@ -41,6 +41,7 @@ class Writer:
     quant: QuantConfig
     prefix: str = ""  # ahead of the names of weights and caches
     scaled: set[str] = field(default_factory=set)  # names in model.scales that were read
+    stream: int | None = None  # of several, of which each has weights of its own
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
         return self.program.call(op, *map(self._prefixed, args), name=name, **kwargs)
@@ -227,7 +228,7 @@ class Writer:
         """The stored name of a role."""
         if role not in self.model.weights:
             raise ConfigError(f"model.weights: nothing says what the checkpoint calls '{role}'; add {role}: <name>")
-        return stored_name(self.model, role, layer)
+        return stored_name(self.model, role, layer).replace("{stream}", str(self.stream))
 
 
 def required(value: Any) -> Any:

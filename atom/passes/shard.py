@@ -240,6 +240,16 @@ class _Writer:
         self._keep(node, self._made.call(ops.scale_by_rms, *args, columns=columns, eps=eps, name=node.name), state)
         return None
 
+    def gaussian_topk(self, node: Node) -> None:
+        """Ranks add up the moments of a row that they divide."""
+        x, state = node.args[0], self._state(node.args[0])
+        if not isinstance(state, Divided):
+            return self.copy(node)
+        value, columns = self._value(x), int(x.meta["type"].shape[-1])
+        moments = self._made.call(ops.sum_moments, value, name="moments")
+        moments = self._made.call(ops.all_reduce, moments, axis="tensor", name="moments")
+        return self._call(node, ops.gaussian_topk, value, moments, columns=columns, state=state)
+
     def split(self, node: Node) -> None:
         x = node.args[0]
         state = self._state(x)
@@ -507,7 +517,7 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
         return ((shape[-1], None),) if is_wide else None
     if user.target is ops.mul and not all(map(_is_of_linear, user.all_input_nodes)):
         return None
-    if user.target in (ops.activate, ops.xielu, ops.mul):
+    if user.target in (ops.activate, ops.gaussian_topk, ops.xielu, ops.mul):
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
         return _parts(user, is_wide)
@@ -533,7 +543,9 @@ def _is_of_linear(value: Node) -> bool:
     call = call_of(value)
     if call.target in (ops.add, ops.embedding, ops.rotary) or call.op == "placeholder":
         return False
-    if call.target in (ops.scale, ops.split, ops.split_heads, ops.merge_heads, ops.activate, ops.clamp):
+    if call.target in (
+        ops.scale, ops.split, ops.split_heads, ops.merge_heads, ops.activate, ops.clamp, ops.gaussian_topk,
+    ):  # fmt: skip
         return _is_of_linear(call.all_input_nodes[0])
     return True
 
@@ -577,6 +589,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.clamp: _Writer.element_by_element,
     ops.gated_activate: _Writer.gated,
     ops.activate: _Writer.element_by_element,
+    ops.gaussian_topk: _Writer.gaussian_topk,
     ops.xielu: _Writer.element_by_element,
     ops.split: _Writer.split,
     ops.join: _Writer.join,

@@ -109,6 +109,14 @@ def test_what_is_no_draft_for_the_model_is_refused(
         load(drafting(model, write(**more)))
 
 
+def test_a_draft_of_one_stream_is_not_for_a_model_of_several(write: Write, checkpoints: Any):
+    model = [f"checkpoint={checkpoints('gemma3n')}", "device=cpu", "dtype=fp32"]
+    with pytest.raises(
+        UnsupportedError, match=r"^serve.draft_model: .*it reads hidden states of one stream, the model"
+    ):
+        load(drafting(model, write()))
+
+
 def test_a_draft_and_a_model_take_their_own_methods(model: list[str], write: Write, checkpoints: Any):
     with pytest.raises(ConfigError, match=r"^serve.method=eagle3 drafts with another checkpoint; name it in serve.dr"):
         load([*model, "serve.method=eagle3"])

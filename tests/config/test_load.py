@@ -908,6 +908,13 @@ OWN_SIZES = {  # of a file that takes no others
         "expert_ffn_hidden_size": 16,
         "q_lora_rank": 16,
     },
+    "gemma3n": {
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "sliding_window": 8,
+        "intermediate_size": [32] * 3,
+        "activation_sparsity_pattern": [0.9, 0, 0],
+        "hidden_size_per_layer_input": 8,
+    },
     "gemma4": {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8},
     "aria": {"moe_topk": 2, "moe_num_shared_experts": 2, "moe_num_experts": 4},
     "mllama": {"cross_attention_layers": [1]},

@@ -77,9 +77,9 @@ def with_sound(tensors: Tensors) -> Tensors:
     return tensors | {name: torch.zeros(4) for name in names}
 
 
-def with_unused_keys(tensors: Tensors) -> Tensors:
-    """Also keys and values of layers that read those of others."""
-    at = "model.language_model.layers.4.self_attn."
+def with_unused_keys(tensors: Tensors, layer: int = 4) -> Tensors:
+    """Also keys and values of a layer that reads those of another."""
+    at = f"model.language_model.layers.{layer}.self_attn."
     return tensors | {f"{at}{name}.weight": torch.zeros(16, 48) for name in ("k_proj", "v_proj", "k_norm")}
 
 
@@ -220,6 +220,15 @@ FORMS = {
         fields={"architectures": ["Lfm2VlForConditionalGeneration"]},
         names={r"^model\.": "model.language_model."},
         edit=with_images,
+    ),
+    "gemma3n": HubForm(
+        f"{VLLM}/gemma3n.py, gemma3n_mm.py; google/gemma-3n-E2B-it",
+        changes={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                                     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+        fields={"architectures": ["Gemma3nForConditionalGeneration"], "rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": None},
+        without=("rope_parameters",),
+        names={r"^model\.": "model.language_model."},
+        edit=lambda tensors: with_unused_keys(with_images(tensors), 3),
     ),
     "gemma4": HubForm(
         f"{VLLM}/gemma4.py, gemma4_mm.py; google/gemma-4-31B-it",

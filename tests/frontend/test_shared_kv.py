@@ -38,7 +38,6 @@ def test_layers_that_share_kv_keep_nothing_of_their_own(tmp_path: Path):
     [
         ({"num_kv_shared_layers": 5}, [], "model.kv_shared_from=1: no layer of type full_attention before it keeps KV for layer 1; set more"),
         ({"num_kv_shared_layers": 6}, [], "model.kv_shared_from=0 must be a whole number from 1"),
-        ({"vocab_size_per_layer_input": 90}, [], "model.per_layer_input.vocab=90: tokens up to model.vocab=101 have no row of their own"),
         ({"use_bidirectional_attention": "all"}, [], 'use_bidirectional_attention=all in its config.json is not supported'),
         ({}, ["parallel.pipeline=5"], "parallel.pipeline=5.*: the model has 4 layers with attention or a state"),
         ({}, ["+model.attention.adapter_rank=2", "model.attention.k_is_v=true"], "model.attention.k_is_v=true: with qkv_chunks or adapter_rank"),

@@ -65,6 +65,13 @@ CALLS = [
     (ops.expand_lora, ("bf16[T, 48]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [6, 6], "kind": "silu"}),
     (ops.time_step, ("bf16[T, 24]", "fp32[24]"), {"low": 0.01}),
     (ops.ssm_decay, ("bf16[T, 24]", "bf16[6]", "fp32[24]"), {}),
+    (ops.mul, ("bf16[T, 24]", "bf16[24]"), {}),
+    (ops.mix_streams, ("bf16[T, 24]", "bf16[T, 6]"), {"streams": 3}),
+    (ops.mix_streams, ("bf16[T, 24]", "fp32[4]"), {"streams": 1}),
+    (ops.match_rms, ("bf16[T, 24]", "bf16[T, 24]"), {"eps": 1e-5}),
+    (ops.gaussian_topk, ("bf16[T, 24]",), {"sparsity": 0.9}),
+    (ops.gaussian_topk, ("bf16[T, 24]", "fp32[T, 2]"), {"sparsity": 0.9, "columns": 48}),
+    (ops.sum_moments, ("bf16[T, 24]",), {}),
     (ops.group_rms_norm, ("bf16[T, 24]", "bf16[24]"), {"eps": 1e-6, "groups": 6}),
 ]
 
@@ -178,6 +185,34 @@ def test_a_norm_by_groups_in_parts_of_these_is_that_of_the_row():
     assert torch.allclose(torch.hstack(made), ops.group_rms_norm(x, weight, eps=1e-3, groups=2), atol=1e-6)
 
 
+def test_streams_are_mixed_by_the_weights_of_each_token_or_of_all():
+    x, weights = torch.randn(T, 3, 8), torch.randn(T, 2, 3)
+    mixed = ops.mix_streams(x.flatten(1), weights.flatten(1), streams=3)
+    assert torch.allclose(mixed.unflatten(1, (2, 8)), torch.einsum("tms,tsh->tmh", weights, x), atol=1e-6)
+    y = torch.randn(T, 8)
+    assert torch.equal(ops.mix_streams(y, torch.tensor([0.0, 1.0, 2.0]), streams=1), torch.hstack((0 * y, y, 2 * y)))
+
+
+def test_a_row_takes_the_length_of_another_and_a_row_of_zeros_stays():
+    x, like = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0]]), torch.tensor([[6.0, 8.0], [1.0, 1.0], [1.0, 1.0]])
+    expected = torch.tensor([[6.0, 8.0], [0.0, 0.0], [1e-3 / 1e-5**0.5, 0.0]])  # whose mean square is below eps
+    assert torch.allclose(ops.match_rms(x, like, eps=1e-5), expected)
+
+
+@pytest.mark.parametrize("shift", [0.0, 30.0])
+def test_what_a_share_of_a_normal_row_stays_below_is_cut_off_in_parts_as_in_the_row(shift: float):
+    x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(0)) * 2 + shift
+    cut = ops.gaussian_topk(x, sparsity=0.95)
+    assert torch.allclose((cut > 0).float().mean(-1), torch.tensor(0.05), atol=3e-3)
+    assert torch.allclose(
+        cut.amax(-1), x.amax(-1) - (shift + 2 * 1.6449), atol=0.1
+    )  # 95% are within so many deviations
+    moments = sum(ops.sum_moments(part) for part in x.split(10_000, -1))
+    parts = [ops.gaussian_topk(part, moments, sparsity=0.95, columns=40_000) for part in x.split(10_000, -1)]
+    assert torch.allclose(torch.hstack(parts), cut, atol=1e-3)
+    assert not ops.gaussian_topk(torch.full((1, 8), 2.0), sparsity=0.5).any()
+
+
 OWN = [
     op for op in ops.OPS.values() if op.body.__module__.startswith(ops.__name__)
 ]  # those of plug-ins come in addition
@@ -214,6 +249,10 @@ def test_a_call_that_does_not_fit_names_its_types():
     x = body.input("x", Type("bf16", ("T", 8)))
     with pytest.raises(PassError, match=r"split\(bf16\[T, 8\], sizes=\[3\]\): sizes \[3\] do not add up to 8"):
         body.call(ops.split, x, sizes=[3])
+    with pytest.raises(PassError, match=r"sparsity=1\.0 is no share between 0 and 1"):
+        body.call(ops.gaussian_topk, x, sparsity=1.0)
+    with pytest.raises(PassError, match=r"the weights are bf16\[T, 8, 1\] for bf16\[T, 8\]"):
+        body.call(ops.mix_streams, x, body.input("w", Type("bf16", ("T", 8, 1))), streams=1)
     with pytest.raises(PassError, match="there is no activation 'swish'"):
         body.call(ops.activate, x, kind="swish")
 

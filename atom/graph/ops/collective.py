@@ -204,6 +204,13 @@ def sum_squares(x: Tensor, first: Tensor | None = None, *, columns: int | None =
     return squares * (torch.arange(groups, device=x.device) == first // columns)
 
 
+@op(lambda x: Type("fp32", (*x.shape[:-1], 2)))
+def sum_moments(x: Tensor) -> Tensor:
+    """x [..., W] -> fp32[..., 2], the sum of a row and that of its squares"""
+    wide = x.float()
+    return torch.stack((wide.sum(-1), wide.square().sum(-1)), -1)
+
+
 def _scale_by_rms(x: Type, squares: Type, weight: Type, first: Type | None = None, *, columns: int, eps: float) -> Type:
     need(weight.shape == x.shape[-1:], f"the weight is {weight} for {x}")
     need(first in (None, Type("i64", (1,))), f"the first column is {first}")

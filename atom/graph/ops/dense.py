@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -90,13 +91,13 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul(a: Type, b: Type) -> Type:
-    need(b in (a, a.with_last(1), Type(a.dtype, (1,))), f"{a} and {b} differ")
+    need(b in (a, a.with_last(1), Type(a.dtype, (1,)), Type(a.dtype, a.shape[-1:])), f"{a} and {b} differ")
     return a
 
 
 @op(_mul)
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., H], b [..., H], [..., 1] or [1] -> [..., H]"""
+    """a [..., H], b [..., H], [..., 1], [H] or [1] -> [..., H]"""
     return a * b
 
 
@@ -215,6 +216,70 @@ def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:
 def split(x: Tensor, *, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [..., sum(sizes)] -> views [..., size], one a size"""
     return x.split_with_sizes(list(sizes), -1)  # torch.split is Python around it
+
+
+def _mix_streams(x: Type, weights: Type, *, streams: int) -> Type:
+    size, rows = divide(x.shape[-1], streams), weights.shape[:-1]
+    need(rows in ((), x.shape[:-1]), f"the weights are {weights} for {x}")
+    return x.with_last(size * divide(weights.shape[-1], streams))
+
+
+@op(_mix_streams)
+def mix_streams(x: Tensor, weights: Tensor, *, streams: int) -> Tensor:
+    """x [T, S H] of S streams side by side, weights [T, M S] or [M S] -> [T, M H], M sums of weighted streams
+
+    The first S weights are of the first sum. In float32, rounded once.
+    """
+    parts = [part.float() for part in x.chunk(streams, -1)]
+    made = []
+    for first in range(0, weights.shape[-1], streams):
+        total = weights[..., first : first + 1].float() * parts[0]
+        for number in range(1, streams):
+            total = total + weights[..., first + number : first + number + 1].float() * parts[number]
+        made.append(total.to(x.dtype))
+    return torch.cat(made, -1)
+
+
+@op(lambda x, like, *, eps: _same(x, like))
+def match_rms(x: Tensor, like: Tensor, *, eps: float) -> Tensor:
+    """x [..., H], like [..., H] -> x with the root mean square of like, [..., H]; in float32, rounded once
+
+    eps: the mean square of x counts as this, at least.
+    """
+    wide = x.float()
+    squares, target = wide.square().mean(-1, keepdim=True), like.float().square().mean(-1, keepdim=True)
+    return (wide * torch.rsqrt(squares.clamp(min=eps)) * torch.sqrt(target)).to(x.dtype)
+
+
+def deviations_of(sparsity: float) -> float:
+    """By how many standard deviations a normal variable exceeds its mean in a share of 1 - sparsity."""
+    return NormalDist().inv_cdf(sparsity)
+
+
+def _gaussian_topk(x: Type, moments: Type | None = None, *, sparsity: float, columns: int | None = None) -> Type:
+    need(isinstance(sparsity, float) and 0 < sparsity < 1, f"sparsity={sparsity!r} is no share between 0 and 1")
+    need((moments is None) == (columns is None), f"moments {moments} of a row of {columns} columns")
+    need(moments in (None, Type("fp32", (*x.shape[:-1], 2))), f"the moments are {moments} for {x}")
+    return x
+
+
+@op(_gaussian_topk)
+def gaussian_topk(
+    x: Tensor, moments: Tensor | None = None, *, sparsity: float, columns: int | None = None
+) -> Tensor:  # fmt: skip
+    """x [..., W] -> [..., W]: by how much each exceeds the quantile of a normal row, else 0 (You et al. 2025)
+
+    sparsity: that quantile, so the share of a row that becomes 0 if it is normally distributed.
+    moments: fp32[..., 2], the sums of a row of this many columns and of its squares, of which x is a part; None: x is
+        the row. In float32, rounded once.
+    """
+    wide = x.float()
+    if moments is None or columns is None:
+        deviation, mean = torch.std_mean(wide, -1, unbiased=False, keepdim=True)
+    else:
+        mean, squares = (moments / columns).chunk(2, -1)
+        deviation = torch.sqrt((squares - mean * mean).clamp(min=0))
+    return F.relu(wide - (mean + deviations_of(sparsity) * deviation)).to(x.dtype)
 
 
 @op(lambda a, b, weight, *, eps: (_norm(_same(a, b), weight, eps=eps), a))

@@ -30,7 +30,7 @@ BLOCK = 1024  # columns per program, where no norm needs the whole row
 PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
-NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm, ops.group_rms_norm)
+NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm, ops.group_rms_norm, ops.match_rms, ops.gaussian_topk)
 IMPORTS = {  # what a piece's module imports, by module of atom.kernels.triton
     "activations": ("activation", "gated", "softplus", "tanh", "xielu"),
     "attention.common": ("wait_for_inputs",),
@@ -205,7 +205,8 @@ class _Kernel:
     def _mul(self, node: Node, at: At, tile: _Tile) -> str:
         a, b = node.args
         first = self._value(a, at, tile)
-        own = at if _type(b) == _type(a) else (0,) if len(_type(b).shape) == 1 else (*at[:-1], 0)
+        last: Index = at[-1] if _type(b).shape[-1] == _type(a).shape[-1] else 0
+        own = (last,) if len(_type(b).shape) == 1 else (*at[:-1], last)
         second = self._value(b, own, tile)
         return self._rounded(node, f"{first} * {second}")
 
@@ -307,6 +308,37 @@ class _Kernel:
         _, deviation = self._statistics(x, dims, False, node.kwargs["eps"])
         return self._rounded(node, f"{value} * {self._spread(deviation, _unflatten(at[0], dims), dims)} * {factor}")
 
+    def _match_rms(self, node: Node, at: At, tile: _Tile) -> str:
+        x, like = node.args
+        value, largest = self._value(x, at, tile), float(node.kwargs["eps"]) ** -0.5
+        (_, own), (_, target) = (self._statistics(each, _dims(each), False, 0.0) for each in (x, like))
+        factor = self._assign("factor", f"tl.minimum({own}, {largest}) / {target}")
+        return self._rounded(node, f"{value} * {self._spread(factor, at, _dims(x))}")
+
+    def _gaussian_topk(self, node: Node, at: At, tile: _Tile) -> str:
+        x, *moments = node.args
+        value, deviations = self._value(x, at, tile), ops.deviations_of(node.kwargs["sparsity"])
+        if moments and moments[0] is not None:
+            sums = [self._value(moments[0], (*at[:-1], place), SCALAR) for place in (0, 1)]
+            mean, squares = (self._assign("mean", f"{each} / {node.kwargs['columns']}") for each in sums)
+            cut = f"{mean} + {deviations} * tl.sqrt(tl.maximum({squares} - {mean} * {mean}, 0.0))"
+        else:
+            mean, inverse = self._statistics(x, _dims(x), True, 0.0)
+            cut = f"{mean} + {deviations} / {inverse}"
+        cut = self._spread(self._assign("cut", cut), at, _dims(x) if not moments else [1])
+        return self._rounded(node, f"tl.maximum({value} - {cut}, 0.0, tl.PropagateNan.ALL)")
+
+    def _mix_streams(self, node: Node, at: At, tile: _Tile) -> str:
+        (x, weights), streams = node.args, int(node.kwargs["streams"])
+        size = int(_type(x).shape[-1]) // streams
+        made, column = _divide(at[-1], size)
+        rows = at[:-1] if len(_type(weights).shape) > 1 else ()
+        terms = []
+        for number in range(streams):
+            weight = self._value(weights, (*rows, _flatten((made, number), (1, streams))), tile)
+            terms.append(f"{weight} * {self._value(x, (*at[:-1], _plus(column, number * size)), tile)}")
+        return self._rounded(node, " + ".join(terms))
+
     def _statistics(self, x: Node, dims: Sequence[int], is_centred: bool, eps: float) -> tuple[str, str]:
         """Variables of the mean and of 1 over the deviation of each row, or of each head of it; dims: x's, or parts."""
         *heads, width = dims
@@ -388,6 +420,9 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.time_step: _Kernel._time_step,
     ops.ssm_decay: _Kernel._ssm_decay,
     ops.group_rms_norm: _Kernel._group_rms_norm,
+    ops.match_rms: _Kernel._match_rms,
+    ops.gaussian_topk: _Kernel._gaussian_topk,
+    ops.mix_streams: _Kernel._mix_streams,
     ops.pad: _Kernel._pad,
     ops.split: _Kernel._split,
     ops.split_heads: _Kernel._split_heads,

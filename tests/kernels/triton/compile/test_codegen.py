@@ -139,6 +139,33 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 5, 12], w0: {0}[60], w1: fp32[60]):
     group_rms_norm_2 = generated.group_rms_norm(mul, w1, eps=0.1, groups=60)
     return group_rms_norm, group_rms_norm_1, group_rms_norm_2
 """,
+    "streams that are mixed": """\
+def piece(x0: {0}[A, 60], x1: {0}[A, 9], x2: {0}[A, 20], w0: {0}[3], w1: {0}[20], w2: {0}[60]):
+    softcap = generated.softcap(x1, cap=1.0)
+    mix_streams = generated.mix_streams(x0, softcap, streams=3)
+    add = generated.add(x0, mix_streams)
+    split, split_1 = generated.split(add, sizes=[20, 40])
+    mix_streams_1 = generated.mix_streams(x2, w0, streams=1)
+    mul = generated.mul(split, w1)
+    rms_norm = generated.rms_norm(mul, w1, eps=1e-05)
+    mul_1 = generated.mul(mix_streams_1, w2)
+    return add, split_1, mul_1, rms_norm
+""",
+    "rows as long as others": """\
+def piece(x0: {0}[A, 37], x1: {0}[A, 37], x2: {0}[A, 3, 5]):
+    match_rms = generated.match_rms(x0, x1, eps=1e-05)
+    match_rms_1 = generated.match_rms(x1, match_rms, eps=10.0)
+    match_rms_2 = generated.match_rms(x2, x2, eps=1e-05)
+    return match_rms, match_rms_1, match_rms_2
+""",
+    "gates that are sparse": """\
+def piece(x0: {0}[A, 37], x1: {0}[A, 37], x2: fp32[A, 2]):
+    gaussian_topk = generated.gaussian_topk(x0, sparsity=0.9)
+    activate = generated.activate(gaussian_topk, kind="gelu_tanh")
+    mul = generated.mul(activate, x1)
+    gaussian_topk_1 = generated.gaussian_topk(x0, x2, sparsity=0.3, columns=74)
+    return mul, gaussian_topk_1
+""",
     "values as wide as keys": """\
 def piece(x0: {0}[A, 3, 5], x1: {0}[A, 3, 11]):
     scale = generated.scale(x0, by=0.7)
@@ -262,7 +289,7 @@ def test_a_piece_gives_what_the_bodies_of_its_ops_give(name: str, load: Load, tr
 def test_every_op_that_is_accepted_is_in_one_of_these_pieces():
     written = set(re.findall(r"generated\.(\w+)", "".join(PIECES.values())))
     left = {"linear", "join"}  # to the library
-    left |= {"local_tokens", "mask_rows", "sum_squares", "scale_by_rms"}  # of ranks, on a CPU
+    left |= {"local_tokens", "mask_rows", "sum_squares", "scale_by_rms", "sum_moments"}  # of ranks, on a CPU
     assert written == {kernel.op.name for kernel in KERNELS} == {op.name for op in COMPILED} - left
 
 

@@ -1,0 +1,136 @@
+"""Residual streams: how layers read the hidden states and write to them.
+
+    streams = STREAMS[model.streams.kind]
+    states = streams.spread(writer, x)                          # [T, H] -> [T, S H]
+    x, write = streams.connect(writer, states, layer, own)      # [T, H], and what takes the layer's result
+    states = write(y)
+    hidden = streams.merge(writer, states)                      # [T, S H] -> [T, H]
+
+Of one stream, all of these are the hidden states themselves. Several lie side by side in one value, so that stages of a
+pipeline meet at it, as at any hidden states. `ops.mix_streams` is what reads, mixes and writes them: sums of weighted
+streams, of which each token has its own weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from atom.frontend.per_layer_input import add_per_layer_input, per_layer_output
+from atom.frontend.writer import Writer
+from atom.graph import Full, Recipe, Type, W, ops
+from atom.graph.recipe_ranges import cat
+
+LEAST_SQUARE = 1e-5  # that the mean square of a stream counts as, as transformers has it
+
+Write = Callable[[Node], Node]  # y [T, H] -> streams [T, S H]
+
+
+class Streams(NamedTuple):
+    spread: Callable[[Writer, Node], Node]  # x [T, H] -> streams [T, S H]
+    connect: Callable[[Writer, Node, int, Node | None], tuple[Node, Write]]  # streams, a layer, its own input
+    merge: Callable[[Writer, Node], Node]  # streams [T, S H] -> [T, H]
+
+
+def keep(_writer: Writer, x: Node) -> Node:
+    return x
+
+
+def connect_one(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, Write]:
+    """x [T, H] -> itself, and what ends the layer"""
+    return x, lambda y: end_layer(writer, y, own, layer)
+
+
+def end_layer(writer: Writer, x: Node, own: Node | None, layer: int) -> Node:
+    """x [T, H] with what the layer's own input adds, and times the number that is stored for it, if there are any"""
+    if own is not None:
+        x = add_per_layer_input(writer, x, own, layer)
+    if not writer.model.layer_scalar:
+        return x
+    scalar = W(writer.name("layer_scalar", layer), Type(writer.dtype, (1,)))
+    scaled: Node = writer.call(ops.mul, x, scalar, name="x")
+    return scaled
+
+
+def spread_altup(writer: Writer, x: Node) -> Node:
+    """x [T, H] -> itself and a linear of it for each further stream, as long as x"""
+    joined: Node = writer.call(ops.join, x, *map_others(writer, "altup_in", [x] * others_of(writer), x), name="x")
+    return joined
+
+
+def merge_altup(writer: Writer, x: Node) -> Node:
+    """The mean of the first stream and a linear of each other one, as long as the first; -> [T, H]"""
+    first, *others = writer.call(ops.split, x, sizes=[writer.model.hidden] * writer.model.streams.num,
+                                 name=names_of(writer, "x"))  # fmt: skip
+    made = [first, *map_others(writer, "altup_out", others, first)]
+    return writer.scale(functools.reduce(lambda a, b: writer.call(ops.add, a, b, name="x"), made), 1 / len(made))
+
+
+def connect_altup(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, Write]:
+    """Alternating updates (Baykal et al. 2023): a layer reads the first stream as all together predict it.
+
+    What it makes of that corrects the predictions of all streams. The layer's own input is read by the first one, and
+    added to the others.
+    """
+    num, hidden = writer.model.streams.num, writer.model.hidden
+    active, _ = writer.call(ops.split, x, sizes=[hidden, hidden * (num - 1)], name=("active", "others"))
+    change = mix(writer, x, coefficients(writer, active, "altup_predict", num * num, layer), num, "change")
+    predicted = writer.call(ops.add, x, change, name="predicted")
+    read, _ = writer.call(ops.split, predicted, sizes=[hidden, hidden * (num - 1)], name=("read", "others"))
+
+    def write(y: Node) -> Node:
+        weights = coefficients(writer, y, "altup_correct", num, layer, Full(1.0, Type(writer.dtype, (num,))))
+        news = writer.call(ops.add, y, writer.scale(read, -1.0), name="news")
+        corrected: Node = writer.call(ops.add, predicted, mix(writer, news, weights, 1, "change"), name="x")
+        if own is None:
+            return corrected
+        first, _ = writer.call(ops.split, corrected, sizes=[hidden, hidden * (num - 1)], name=("first", "others"))
+        factors = W(writer.name("altup_scale", layer), Type(writer.dtype, (hidden,)))
+        y = per_layer_output(writer, writer.call(ops.mul, first, factors, name="first"), own, layer)
+        shares = cat((Full(0.0, Type(writer.dtype, (1,))), Full(1.0, Type(writer.dtype, (num - 1,)))))
+        added: Node = writer.call(ops.add, corrected, mix(writer, y, shares, 1, "change"), name="x")
+        return added
+
+    return read, write
+
+
+def coefficients(writer: Writer, x: Node, role: str, num: int, layer: int, *bias: Recipe) -> Node:
+    """x [T, H] -> [T, num], a linear of what a router gives of x for each stream, from -1 to 1"""
+    streams, hidden = writer.model.streams.num, writer.model.hidden
+    h = writer.scale(writer.norm(x, "altup_router_norm", layer), 1 / hidden)
+    table = writer.matrix("altup_router", (streams, hidden), layer)
+    routed = writer.multiply(h, table, role="altup_router", layer=layer, name="routed")
+    routed = writer.call(ops.softcap, routed, cap=1.0, name="routed")
+    return writer.multiply(routed, writer.matrix(role, (num, streams), layer), *bias, role=role, layer=layer)
+
+
+def mix(writer: Writer, x: Node, weights: Node | Recipe, streams: int, name: str) -> Node:
+    mixed: Node = writer.call(ops.mix_streams, x, weights, streams=streams, name=name)
+    return mixed
+
+
+def map_others(writer: Writer, role: str, others: list[Node], like: Node) -> list[Node]:
+    """A linear of each stream but the first, which has the root mean square of like [T, H]"""
+    made = []
+    for stream, x in enumerate(others):
+        y = replace(writer, stream=stream).linear(x, role, writer.model.hidden, False)
+        made.append(writer.call(ops.match_rms, y, like, eps=LEAST_SQUARE, name="x"))
+    return made
+
+
+def others_of(writer: Writer) -> int:
+    return writer.model.streams.num - 1
+
+
+def names_of(writer: Writer, name: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{stream}" for stream in range(writer.model.streams.num))
+
+
+STREAMS = {
+    "one": Streams(keep, connect_one, keep),
+    "altup": Streams(spread_altup, connect_altup, merge_altup),
+}

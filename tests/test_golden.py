@@ -37,6 +37,8 @@ TEXTS = {
     "molmo2",
     "muse_glimmer",
     "paddleocr_vl",
+    "paligemma",
+    "paligemma2",
     "step3p5",
 }  # of models that read images
 BY_NAME = {

@@ -230,6 +230,22 @@ FORMS = {
         names={r"^model\.": "model.language_model."},
         edit=lambda tensors: with_unused_keys(with_images(tensors), 3),
     ),
+    "paligemma": HubForm(
+        f"{VLLM}/paligemma.py; google/paligemma-3b-pt-224",
+        variant="gemma",
+        fields={"architectures": ["PaliGemmaForConditionalGeneration"]},
+        without=("max_position_embeddings", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "use_bidirectional_attention"),
+        changes={"head_dim": 256, "num_hidden_layers": 2},
+        names={r"^model\.": "language_model.model."},
+        edit=with_images,
+    ),
+    "paligemma2": HubForm(
+        f"{VLLM}/paligemma.py; google/paligemma2-3b-pt-224",
+        variant="gemma2",
+        fields={"architectures": ["PaliGemmaForConditionalGeneration"], "use_bidirectional_attention": True},
+        names={r"^model\.": "language_model.model."},
+        edit=with_images,
+    ),
     "gemma4": HubForm(
         f"{VLLM}/gemma4.py, gemma4_mm.py; google/gemma-4-31B-it",
         fields={"architectures": ["Gemma4ForConditionalGeneration"], "global_head_dim": 24, "num_global_key_value_heads": 1,

@@ -27,7 +27,7 @@ NAMES = [*tiny.RECURRENT]
 # each op with recurrent state, and each kind of layer around it; tests/frontend/test_decoder.py has all logits
 QUICK = {"lfm2", "qwen3_5", "nemotron_h", "mamba", "kimi_linear", "minimax_text_01", "falcon_h1"}
 # a variant of each kind of state, of which one or two are quick
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear", "mamba")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "kimi_linear", "zaya", "mamba")]
 EVENTFUL = ["lfm2", "qwen3_5", *SLOW]
 LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *SLOW]
 

@@ -31,6 +31,8 @@ GEMMA3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["
            "head_dim": 24, "sliding_window": 10, "intermediate_size": [80, 72, 80, 56], "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0],
            "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "altup_num_inputs": 3, "laurel_rank": 5,
            "final_logit_softcapping": 3.0}  # fmt: skip
+ZAYA = {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 12, "router_hidden_size": 20, "lm_head_bias": True,
+        "tie_word_embeddings": False}  # fmt: skip
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
                          "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256,
@@ -353,6 +355,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1_normed": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 20,
                                             "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "falcon_h1_norm_first": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 90, "mamba_d_head": "auto", "mamba_rms_norm": True, "num_hidden_layers": 2}),
+    "zaya": ("ZayaConfig", {**ZAYA, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 9}),
     "minimax_text_01": ("MiniMaxConfig", {**MINIMAX, "layer_types": DELTAS, "num_local_experts": 6, "head_dim": 14}),
     "minimax_text_01_stacked": ("MiniMaxConfig", {"layer_types": DELTAS[1:] * 2, "num_hidden_layers": 4, "num_local_experts": 5, "num_attention_heads": 3, "head_dim": 10,
                                                   "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -426,6 +429,9 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
         for key, buffer in model.named_buffers()
         if key.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
+    for key, buffer in model.named_buffers():
+        if key.endswith("balancing_biases"):  # whose last one is -1 whatever a file has: tokens choose that expert, too
+            buffer.data.fill_(-1.0)
     for tensor in (*model.parameters(), *corrections):
         tensor.data += torch.randn_like(tensor) * 0.2
     return model

@@ -145,7 +145,8 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
 
     If layer types differ, the parameters of full_attention are at the top, the others are objects next to them:
     {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
-    null is a layer type without rope, rope_type "none" at the top. UnsupportedError if there is no full_attention.
+    null is a layer type without rope, rope_type "none" at the top. UnsupportedError if there is no full_attention and
+    the objects are not those of layer_types.
     """
     parameters, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for each in (parameters, scaling):
@@ -157,7 +158,7 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
         full = types.pop("full_attention")
         is_none = full is None and not scaled
         rope = {"rope_type": "none"} if is_none else normalize_one_rope({**(full or {}), **scaled}, config)
-    elif types and not (scaled or own).keys() & {"rope_type", "type"}:
+    elif types and not (scaled or own).keys() & {"rope_type", "type"} and not types.keys() <= layer_types_of(config):
         raise UnsupportedError(f"rope_parameters in config.json has {', '.join(types)} and no full_attention")
     else:
         rope = normalize_one_rope(scaled or own, config, original=config.get("original_max_position_embeddings"))
@@ -170,9 +171,14 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
     """Whether this entry of rope_parameters is the rope of a layer type, and not a parameter of a single rope."""
-    types = config.get("layer_types")
-    is_known = key.endswith("_attention") or (isinstance(types, list) and key in types)
+    is_known = key.endswith("_attention") or key in layer_types_of(config)
     return isinstance(value, dict) or (value is None and is_known)
+
+
+def layer_types_of(config: Mapping[str, Any]) -> set[str]:
+    """The types of layers that a config lists."""
+    types = config.get("layer_types")
+    return {each for each in types if isinstance(each, str)} if isinstance(types, list) else set()
 
 
 def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> float:

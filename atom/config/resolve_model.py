@@ -39,7 +39,9 @@ WHICH_LAYERS: dict[str, Any] = {
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
 # roles that model.scales cannot name, besides tensors
-NOT_SCALED = re.compile(r"(per_layer_)?embedding|head|layer|router|altup_(router|predict|correct)|.*norm")
+NOT_SCALED = re.compile(
+    r"(per_layer_)?embedding|head|layer|router(_in|_mid_[12])?|cca_(head_)?conv|altup_(router|predict|correct)|.*norm"
+)
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
 SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
 ROPE_FIELDS = {  # that a kind of rope reads, besides kind and theta
@@ -55,10 +57,20 @@ STORED_ROPE = {  # field -> key of config.json, where they differ
     "theta": "rope_theta",
     "original_max_position": "original_max_position_embeddings",
 }
+WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values with cca_taps
+    "bias": False,
+    "qkv_chunks": 1,
+    "clip": None,
+    "gate": "none",
+    "adapter_rank": None,
+    "qk_norm": "none",
+    "k_is_v": False,
+    "value_dim": None,
+}
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|altup_scale|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -166,6 +178,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
     check_qkv_chunks(attention, kv_heads, at)
+    check_cca(attention, kv_heads * head_dim, at)
     if attention.gate == "none" and attention.gate_act != "sigmoid":
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.rope_layers is not None:
@@ -274,7 +287,7 @@ def check_streams(model: ModelConfig) -> None:
     at = f"model.streams.num={num}"
     if (kind == "one") != (num == 1):
         raise ConfigError(f"{at}: kind {kind} is of {'one stream' if kind == 'one' else 'several streams'}")
-    for name, default in (("loops", 1), ("mtp_layers", 0), ("layer_scalar", False)):
+    for name, default in (("loops", 1), ("sections", []), ("mtp_layers", 0), ("layer_scalar", False)):
         if num > 1 and (value := getattr(model, name)) != default:
             raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
 
@@ -287,8 +300,8 @@ def check_kv_layers(model: ModelConfig) -> None:
         if shared == layer:
             raise ConfigError(f"{at}: no layer of type {kind} before it keeps KV for layer {layer}; set more")
         blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
-        if not any(block.kind == "gqa" for block in blocks):
-            raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa")
+        if not any(block.kind == "gqa" and block.cca_taps is None for block in blocks):
+            raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa, without cca_taps")
 
 
 def block_named(model: ModelConfig, name: str) -> AttentionConfig | None:
@@ -324,8 +337,8 @@ def check_scales(model: ModelConfig) -> None:
             if name not in known:
                 raise ConfigError(f"{at}.{name}: there is no such name{did_you_mean(name, known)}")
     for name, scales in model.block_scales.items():
-        if scales.kept != 1 and model.residual.startswith("parallel"):
-            at = f"model.block_scales.{name}.kept={scales.kept}"
+        if (scales.kept != 1 or scales.stored) and model.residual.startswith("parallel"):
+            at = f"model.block_scales.{name}.{'stored=true' if scales.stored else f'kept={scales.kept}'}"
             raise ConfigError(f"{at}: model.residual={model.residual} adds all blocks at once; leave it out")
     for name, scale in model.scales.items():
         if not 0 < scale < math.inf:
@@ -364,6 +377,18 @@ def check_qkv_chunks(attention: AttentionConfig, kv_heads: int, at: str) -> None
         raise ConfigError(f"{chunks}: a query gate is stored with q alone; leave it out")
     if attention.heads % attention.qkv_chunks or kv_heads % attention.qkv_chunks:
         raise ConfigError(f"{chunks} does not divide heads={attention.heads} and kv_heads={kv_heads}")
+
+
+def check_cca(attention: AttentionConfig, kv_size: int, at: str) -> None:
+    """Check that nothing else is asked of attention whose queries and keys pass convolutions."""
+    if attention.cca_taps is None:
+        return
+    taps = f"with cca_taps={attention.cca_taps}"
+    for name, value in {**WITHOUT_CCA, "kind": "gqa"}.items():
+        if getattr(attention, name) != value:
+            raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported {taps}")
+    if kv_size % 2:
+        raise ConfigError(f"{at}: {kv_size} columns of values do not divide into halves {taps}")
 
 
 def check_value_dim(attention: AttentionConfig, head_dim: int, at: str) -> None:
@@ -514,6 +539,10 @@ def check_router(mlp: MLPConfig, at: str) -> None:
     router, top_k = mlp.router, mlp.top_k
     if mlp.expert == "plain" and mlp.zero_experts:
         raise UnsupportedError(f"{at}.zero_experts={mlp.zero_experts} is not supported for plain experts")
+    if mlp.zero_gives != "input" and not mlp.zero_experts:
+        raise ConfigError(f"{at}.zero_gives={mlp.zero_gives}: there are no zero_experts; leave it out")
+    if router.carried and router.hidden is None:
+        raise ConfigError(f"{at}.router.carried=true: the router is a linear; set {at}.router.hidden")
     if router.weighs == "inputs" and top_k != 1:
         raise UnsupportedError(f"{at}.router.weighs=inputs is for top_k=1, not for top_k={top_k}")
     if router.method == "sparsemixer" and top_k != SPARSE_MIXED:

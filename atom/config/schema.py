@@ -116,6 +116,9 @@ class AttentionConfig:
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each
+    cca_taps: int | None = number(
+        None, 2, MAX_TAPS
+    )  # gqa: of a convolution of q and k, ahead of one of 2 by head; half of v is the last token's; null: none
     v_norm: bool = False  # gqa: values are normed by head, without a weight
     k_is_v: bool = False  # gqa: values are the keys ahead of norms and rope, and not stored
     scale: float | None = None  # null: scale_dim ** -0.5
@@ -155,6 +158,8 @@ class RouterConfig:
     renormalize: bool = False  # weights add up to 1
     scale: float = number(1.0, 0, above=True)  # of the weights
     scale_by_expert: bool = False  # the weights are multiplied with a stored number of each expert
+    hidden: int | None = number(None, 1, INT32)  # width of an mlp that it is; null: it is a linear
+    carried: bool = False  # what the first linear of that mlp gives is added to that of the next layer, by channel
     own_norm: bool = False  # it reads hidden states by a norm of its own, over the root of hidden
 
 
@@ -185,7 +190,8 @@ class MLPConfig:
     shared_width: int | None = number(None, 1, INT32)  # moe: of all of them; null: shared * width
     shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
     shared_mean: bool = False  # moe: the sum with the shared expert is halved
-    zero_experts: int = number(0, 0, MAX_EXPERTS)  # moe: that tokens choose like others, and give their input
+    zero_experts: int = number(0, 0, MAX_EXPERTS)  # moe: that tokens choose like others, and compute nothing
+    zero_gives: str = one_of("input", "nothing")  # moe: what these give
     after_norm: bool = False  # moe: the sum of experts is normed, by the role moe_norm
     transposed: bool = False  # moe: plain experts are stored [in, out]
     interleaved: bool = False  # moe: gate and up are stored in turns
@@ -318,6 +324,7 @@ class BlockScalesConfig:
     read: float = number(1.0, 0, above=True)  # what it reads
     given: float = number(1.0, 0, above=True)  # what it adds to the hidden states
     kept: float = number(1.0, 0, above=True)  # what it is added to
+    stored: bool = False  # the last two are also shifted and scaled by stored numbers, by channel
 
 
 @dataclass
@@ -404,6 +411,7 @@ class ModelConfig:
     embedding_rows: int | None = number(None, 1, INT32)  # stored, of which those after vocab are no text; null: vocab
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
+    embedding_affine: bool = False  # the embedding is shifted and scaled by stored numbers, by channel
     embedding_norm: bool = False  # the embedding is normed
     embedding_norm_weight: bool = True  # false: without a weight
     learned_positions: bool = False  # a table has a row for each position, which is added to the embedding

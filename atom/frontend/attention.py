@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from atom.config import AttentionConfig, ModelConfig, RopeConfig
+from atom.frontend.cca import project_cca
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
@@ -31,7 +32,10 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     model, heads, dim = writer.model, attention.heads, required(attention.head_dim)
     value_dim, window, kv_layer = attention.value_dim or dim, window_of(model, attention, layer), model.kv_layer(layer)
     cache = KV(writer.name("layer", kv_layer), Type(writer.cache_dtype, (2, required(attention.kv_heads), dim)), window)
-    made, gate = project(writer, h, attention, layer, reads_kv=kv_layer != layer)
+    if attention.cca_taps is None:
+        made, gate = project(writer, h, attention, layer, reads_kv=kv_layer != layer)
+    else:
+        made, gate = project_cca(writer, h, attention, layer), None
     made = rotate_heads(writer, made, attention, rotary, layer)
     if value_dim < dim and "v" in made:  # a cache keeps keys and values of one size
         made["v"] = writer.call(ops.pad, made["v"], size=dim, name="v")

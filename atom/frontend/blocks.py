@@ -30,7 +30,8 @@ def write_block(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer
     y = _write(writer, writer.scale(h, read), name, rotary, layer, x)
     if norms is not None and norms.after:
         y = writer.norm(y, f"own_{name}_after_norm", layer, name="y")
-    return writer.scale(y, given)
+    y = writer.scale(y, given)
+    return writer.affine(y, f"{name}_given", layer) if scales.stored else y
 
 
 def _write(writer: Writer, h: Node, name: str, rotary: Rotary | None, layer: int, x: Node) -> Node:

@@ -92,6 +92,8 @@ def embed(writer: Writer, tokens: Node, vocab: int | None = None) -> Node:
     """
     x = writer.call(ops.embedding, tokens, table(writer, "embedding", vocab), name="x")
     x = writer.scale(x, writer.model.embedding_scale)
+    if writer.model.embedding_affine:
+        x = writer.affine(x, "embedding")
     if not writer.model.embedding_norm:
         return x
     weight = "shared" if writer.model.embedding_norm_weight else "none"
@@ -164,8 +166,12 @@ def write_layer(
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
     def kept(x: Node, group: Group) -> Node:
-        by = math.prod(model.block_scales[name].kept for name in group.names if name in model.block_scales)
-        return writer.scale(x, None if by == 1 else by)
+        scales = {name: model.block_scales[name] for name in group.names if name in model.block_scales}
+        by = math.prod(each.kept for each in scales.values())
+        x = writer.scale(x, None if by == 1 else by)
+        for name in (name for name, each in scales.items() if each.stored):
+            x = writer.affine(x, f"{name}_kept", layer)
+        return x
 
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import MLPConfig, ModelConfig
+from atom.config import MLPConfig, ModelConfig, RouterConfig
 from atom.errors import ConfigError
 from atom.frontend.writer import Writer, required
 from atom.graph import Full, Recipe, Stack, Transpose, Type, W, ops
@@ -87,7 +87,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
     if mlp.router.weighs == "inputs":
         read, weights = writer.call(ops.weigh_inputs, read, weights, name=("weighed", "ones"))
     y = _experts(writer, read, weights, ids, mlp, layer)
-    if mlp.zero_experts:
+    if mlp.zero_experts and mlp.zero_gives == "input":
         share = writer.call(ops.identity_share, read, weights, ids, experts=mlp.experts, name="share")
         y = writer.call(ops.add, y, writer.call(ops.mul, read, share, name="kept"), name="y")
     if mlp.latent is not None:
@@ -101,7 +101,8 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
 def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, Node]:
     """weights fp32[T, k] and ids i64[T, k] of each token's experts; those after the last one give their input."""
     router, experts = mlp.router, required(mlp.experts) + mlp.zero_experts
-    scores, names = writer.matrix("router", (experts, writer.model.hidden), layer), ("weights", "ids")
+    h = h if router.hidden is None else _route(writer, h, router, layer)
+    scores, names = writer.matrix("router", (experts, router.hidden or writer.model.hidden), layer), ("weights", "ids")
     if router.method == "sparsemixer":
         mixed: tuple[Node, Node] = writer.call(ops.sparse_mixer, h, scores, jitter=router.jitter, name=names)
         return mixed
@@ -120,6 +121,26 @@ def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, 
         scales = W(writer.name("expert_scale", layer), Type(writer.dtype, (experts,)))
         return writer.call(ops.scale_by_expert, weights, ids, scales, name="weights"), ids
     return chosen
+
+
+def _route(writer: Writer, h: Node, router: RouterConfig, layer: int) -> Node:
+    """What a router that is an mlp makes of h [T, H], ahead of its last linear: [T, R]"""
+    width = required(router.hidden)
+
+    def linear(x: Node, role: str) -> Node:
+        weight = writer.matrix(role, (width, int(x.meta["type"].shape[-1])), layer)
+        return writer.multiply(x, weight, writer.weight(role, (width,), layer, "bias"), role=role, layer=layer)
+
+    r = linear(h, "router_in")
+    if router.carried:
+        if (before := writer.carried.get("router")) is not None:
+            factors = W(writer.name("router_share", layer), Type(writer.dtype, (width,)))
+            r = writer.call(ops.add, r, writer.call(ops.mul, before, factors, name="share"), name="r")
+        writer.carried["router"] = r
+    x = writer.norm(r, "router_mlp_norm", layer, name="r")
+    for role in ("router_mid_1", "router_mid_2"):
+        x = writer.call(ops.activate, linear(x, role), kind="gelu", name="r")
+    return x
 
 
 def _shared(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:

@@ -41,6 +41,7 @@ class Writer:
     quant: QuantConfig
     prefix: str = ""  # ahead of the names of weights and caches
     scaled: set[str] = field(default_factory=set)  # names in model.scales that were read
+    carried: dict[str, Node] = field(default_factory=dict)  # by role, what a layer hands to later ones
     stream: int | None = None  # of several, of which each has weights of its own
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
@@ -144,6 +145,13 @@ class Writer:
     def scale(self, x: Node, by: float | None) -> Node:
         """x times a number, None for 1"""
         return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
+
+    def affine(self, x: Node, role: str, layer: int | None = None) -> Node:
+        """x [T, H], shifted and scaled by stored numbers, by channel"""
+        of_role = (W(self.name(f"{role}_{part}", layer), Type(self.dtype, x.meta["type"].shape[-1:]))
+                   for part in ("factor", "offset"))  # fmt: skip
+        made: Node = self.call(ops.affine, x, *of_role, name=x.name)
+        return made
 
     def scale_as(self, x: Node, name: str) -> Node:
         """x times the number that `model.scales` has for a name, if any"""

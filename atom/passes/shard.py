@@ -521,11 +521,14 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
         return _parts(user, is_wide)
-    if user.target is ops.join and (joined := _parts(user, is_wide)) is not None:
+    if user.target is ops.join:
+        if (joined := _parts(user, is_wide)) is None:
+            return None
         ends = list(accumulate(columns for columns, _ in joined))
         start = sum(int(arg.meta["type"].shape[-1]) for arg in user.args[: user.args.index(value)])
-        own = zip(ends, joined, strict=True)
-        return tuple(part for end, part in own if start < end <= start + int(shape[-1]))
+        size = int(shape[-1])
+        own = tuple(part for end, part in zip(ends, joined, strict=True) if start < end <= start + size)
+        return own if sum(columns for columns, _ in own) == size else None  # a head may be of several values
     if user.target is ops.gated_activate:
         return None if (half := _parts(user, True)) is None else half + half
     if user.target is ops.split:

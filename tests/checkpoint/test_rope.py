@@ -152,6 +152,17 @@ def test_a_layer_type_that_is_null_has_no_rope() -> None:
     assert made == {"rope_type": "none", "sliding_attention": LOCAL}
 
 
+def test_all_layer_types_may_have_other_names() -> None:
+    config = {
+        "rope_parameters": {"hybrid": LINEAR, "hybrid_sliding": LOCAL},
+        "layer_types": ["hybrid", "hybrid_sliding"],
+    }
+    expected = {"rope_type": "default", "hybrid": LINEAR, "hybrid_sliding": LOCAL}
+    assert normalize_rope(config)["rope_parameters"] == expected
+    config["rope_parameters"]["rope_type"] = "default"  # as a file of the hub has it
+    assert normalize_rope(config | {"layer_types": None})["rope_parameters"] == expected
+
+
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_layer_types_without_full_attention_are_named(name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"has main, compress and no full_attention$"):

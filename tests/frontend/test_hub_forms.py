@@ -221,6 +221,13 @@ FORMS = {
         names={r"^model\.": "model.language_model."},
         edit=with_images,
     ),
+    "zaya": HubForm(
+        f"{VLLM}/zaya.py; Zyphra/ZAYA1-8B",
+        fields={"rope_parameters": {"rope_type": "default", "hybrid": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+                                    "hybrid_sliding": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}},
+        changes={"rope_parameters": {"hybrid": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+                                     "hybrid_sliding": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}},
+    ),
     "gemma3n": HubForm(
         f"{VLLM}/gemma3n.py, gemma3n_mm.py; google/gemma-3n-E2B-it",
         changes={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5000.0},

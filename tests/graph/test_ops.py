@@ -66,6 +66,11 @@ CALLS = [
     (ops.time_step, ("bf16[T, 24]", "fp32[24]"), {"low": 0.01}),
     (ops.ssm_decay, ("bf16[T, 24]", "bf16[6]", "fp32[24]"), {}),
     (ops.mul, ("bf16[T, 24]", "bf16[24]"), {}),
+    (ops.mul, ("bf16[T, 4, 6]", "bf16[4, 1]"), {}),
+    (ops.affine, ("bf16[T, 24]", "bf16[24]", "bf16[24]"), {}),
+    (ops.linear_by_head, ("bf16[T, 24]", "bf16[10, 12]", "bf16[10]"), {"heads": 2}),
+    (ops.linear_by_head, ("bf16[T, 24]", "bf16[9, 4, 2]"), {"heads": 3}),
+    (ops.mix_streams, ("bf16[T, 4, 6]", "bf16[6]"), {"streams": 3}),
     (ops.mix_streams, ("bf16[T, 24]", "bf16[T, 6]"), {"streams": 3}),
     (ops.mix_streams, ("bf16[T, 24]", "fp32[4]"), {"streams": 1}),
     (ops.match_rms, ("bf16[T, 24]", "bf16[T, 24]"), {"eps": 1e-5}),
@@ -183,6 +188,16 @@ def test_a_norm_by_groups_in_parts_of_these_is_that_of_the_row():
     squares = sum(ops.sum_squares(part, first, columns=6, groups=2) for part, _, first in parts)
     made = [ops.scale_by_rms(part, squares, own, first, columns=6, eps=1e-3) for part, own, first in parts]
     assert torch.allclose(torch.hstack(made), ops.group_rms_norm(x, weight, eps=1e-3, groups=2), atol=1e-6)
+
+
+def test_a_linear_by_head_of_values_side_by_side_is_a_convolution_within_heads():
+    x, before = torch.randn(T, 24), torch.randn(1, 24)
+    weight, bias = torch.randn(6, 8, 2), torch.randn(6)
+    pair = torch.cat((torch.cat((before, x[:-1])), x), 1)
+    expected = torch.nn.functional.conv1d(torch.cat((before, x)).T, weight, bias, groups=3).T
+    assert torch.allclose(ops.linear_by_head(pair, weight, bias, heads=3), expected, atol=1e-5)
+    whole = torch.block_diag(*weight[..., 0].split(2))
+    assert torch.allclose(ops.linear_by_head(x, weight[..., 0], heads=3), x @ whole.T, atol=1e-5)
 
 
 def test_streams_are_mixed_by_the_weights_of_each_token_or_of_all():

@@ -87,6 +87,16 @@ RECURRENT = [
 ]
 
 
+def test_heads_that_a_convolution_mixes_are_whole_on_each_rank(tmp_path: Path):
+    model = tiny.save_changed("zaya", tmp_path / "zaya")
+    tokens, overrides = tiny.prompt(33), [f"checkpoint={tmp_path / 'zaya'}", "dtype=fp32"]
+    made = logits_of_ranks(overrides, tokens, Mesh(2))
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    graph = sharded(semantic_graph(load(overrides)), Mesh(2))
+    assert graph.states() == semantic_graph(load(overrides)).states()
+    assert all("share(" in str(call.args[3]) or "Share" in str(call.args[3]) for call in graph.find(ops.experts))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "ranks", "changes"), RECURRENT, ids=str)
 def test_recurrent_layers_are_divided_by_heads(name: str, ranks: int, changes: dict[str, Any], tmp_path: Path):

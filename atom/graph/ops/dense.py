@@ -91,14 +91,26 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul(a: Type, b: Type) -> Type:
-    need(b in (a, a.with_last(1), Type(a.dtype, (1,)), Type(a.dtype, a.shape[-1:])), f"{a} and {b} differ")
+    of_all = ((1,), a.shape[-1:], (*a.shape[1:-1], 1))  # for all tokens the same
+    need(b in (a, a.with_last(1), *(Type(a.dtype, shape) for shape in of_all)), f"{a} and {b} differ")
     return a
 
 
 @op(_mul)
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., H], b [..., H], [..., 1], [H] or [1] -> [..., H]"""
+    """a [..., H], b [..., H], [..., 1], [H] or [1] -> [..., H]; heads a [T, N, D] also take b [N, 1]"""
     return a * b
+
+
+def _affine(x: Type, factor: Type, offset: Type) -> Type:
+    need(factor.shape == offset.shape == x.shape[-1:], f"factor {factor} and offset {offset} of {x}")
+    return x
+
+
+@op(_affine)
+def affine(x: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
+    """x [..., H], factor and offset [H] -> (x + offset) * factor, [..., H]; in float32, rounded once"""
+    return ((x.float() + offset.float()) * factor.float()).to(x.dtype)
 
 
 @op(lambda x, *, by: x)
@@ -218,6 +230,29 @@ def split(x: Tensor, *, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     return x.split_with_sizes(list(sizes), -1)  # torch.split is Python around it
 
 
+def _linear_by_head(x: Type, weight: Type, bias: Type | None = None, *, heads: int) -> Type:
+    out, inner, *parts = weight.shape
+    need(len(parts) <= 1, f"a weight of 2 or 3 dims, not {weight}")
+    columns = heads * int(inner) * int(parts[0] if parts else 1)
+    need(x.shape[-1] == columns, f"x has {x.shape[-1]} columns, {weight} of {heads} heads takes {columns}")
+    divide(out, heads)
+    need(bias is None or bias.shape == (out,), f"the bias is {bias}, for {out} outputs")
+    return x.with_last(out)
+
+
+@op(_linear_by_head)
+def linear_by_head(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, heads: int) -> Tensor:
+    """x [T, N I], weight [N O, I], bias [N O] -> [T, N O], of N heads, each by itself
+
+    With S values side by side, x [T, S N I], and a weight [N O, I, S] the sum over these.
+    """
+    inner, num_parts = weight.shape[1], weight.shape[2] if weight.dim() > 2 else 1
+    weights = weight.reshape(heads, -1, inner, num_parts)
+    parts = x.reshape(len(x), num_parts, heads, inner)
+    made = torch.einsum("tsni,nois->tno", parts, weights).flatten(1)
+    return made if bias is None else made + bias
+
+
 def _mix_streams(x: Type, weights: Type, *, streams: int) -> Type:
     size, rows = divide(x.shape[-1], streams), weights.shape[:-1]
     need(rows in ((), x.shape[:-1]), f"the weights are {weights} for {x}")
@@ -226,7 +261,7 @@ def _mix_streams(x: Type, weights: Type, *, streams: int) -> Type:
 
 @op(_mix_streams)
 def mix_streams(x: Tensor, weights: Tensor, *, streams: int) -> Tensor:
-    """x [T, S H] of S streams side by side, weights [T, M S] or [M S] -> [T, M H], M sums of weighted streams
+    """x [..., S H] of S streams side by side, weights [..., M S] or [M S] -> [..., M H], M sums of weighted streams
 
     The first S weights are of the first sum. In float32, rounded once.
     """

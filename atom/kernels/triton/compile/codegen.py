@@ -206,7 +206,7 @@ class _Kernel:
         a, b = node.args
         first = self._value(a, at, tile)
         last: Index = at[-1] if _type(b).shape[-1] == _type(a).shape[-1] else 0
-        own = (last,) if len(_type(b).shape) == 1 else (*at[:-1], last)
+        own = (last,) if len(_type(b).shape) == 1 else (*at[:-1], last)  # _load adds a row to those that have some
         second = self._value(b, own, tile)
         return self._rounded(node, f"{first} * {second}")
 
@@ -216,6 +216,11 @@ class _Kernel:
         self._loaded.add(scales)
         place = f"{scales.name} + {expert} * {_strides(scales)[0]}"
         return self._rounded(node, f"{weight} * {_call('tl.load', [place, *_mask(tile)])}.to(tl.float32)")
+
+    def _affine(self, node: Node, at: At, tile: _Tile) -> str:
+        x, factor, offset = node.args
+        value, *own = self._value(x, at, tile), *(self._value(each, at[-1:], tile) for each in (factor, offset))
+        return self._rounded(node, f"({value} + {own[1]}) * {own[0]}")
 
     def _scale(self, node: Node, at: At, tile: _Tile) -> str:
         return self._rounded(node, f"{self._value(node.args[0], at, tile)} * {float(node.kwargs['by'])}")
@@ -410,6 +415,7 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.add_rms_norm: _Kernel._add_rms_norm,
     ops.add: _Kernel._add,
     ops.mul: _Kernel._mul,
+    ops.affine: _Kernel._affine,
     ops.scale: _Kernel._scale,
     ops.scale_by_expert: _Kernel._scale_by_expert,
     ops.softcap: _Kernel._softcap,

@@ -151,6 +151,16 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 9], x2: {0}[A, 20], w0: {0}[3], w1: {0}[20]
     mul_1 = generated.mul(mix_streams_1, w2)
     return add, split_1, mul_1, rms_norm
 """,
+    "heads that are mixed, and columns shifted and scaled": """\
+def piece(x0: {0}[A, 3, 10], x1: {0}[A, 3, 5], w0: {0}[2], w1: {0}[3, 1], w2: {0}[30], w3: {0}[30]):
+    mix_streams = generated.mix_streams(x1, w0, streams=1)
+    add = generated.add(x0, mix_streams)
+    mix_streams_1 = generated.mix_streams(add, w0, streams=2)
+    mul = generated.mul(mix_streams_1, w1)
+    merge_heads = generated.merge_heads(add)
+    affine = generated.affine(merge_heads, w2, w3)
+    return mul, affine
+""",
     "rows as long as others": """\
 def piece(x0: {0}[A, 37], x1: {0}[A, 37], x2: {0}[A, 3, 5]):
     match_rms = generated.match_rms(x0, x1, eps=1e-05)

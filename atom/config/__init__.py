@@ -29,6 +29,7 @@ from atom.config.schema import (
     RopeConfig,
     RouterConfig,
     SamplingConfig,
+    SectionConfig,
     ServeConfig,
     ShortConvConfig,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "RopeConfig",
     "RouterConfig",
     "SamplingConfig",
+    "SectionConfig",
     "ServeConfig",
     "ShortConvConfig",
 ]

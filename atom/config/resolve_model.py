@@ -70,7 +70,7 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -103,6 +103,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
 def check_model(config: Config) -> None:
     """Check fields of the model against each other, and against config.json."""
     model = config.model
+    check_loops(model)
     if model.norm.bias and model.norm.kind != "layer":
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
     if not model.norm.weight and (model.norm.bias or model.norm.offset or model.norm.final_offset):
@@ -128,8 +129,6 @@ def check_model(config: Config) -> None:
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
     if model.embedding_rows is not None and model.embedding_rows < model.vocab:
         raise ConfigError(f"model.embedding_rows={model.embedding_rows} are fewer than model.vocab={model.vocab}")
-    if model.layers % model.loops:
-        raise ConfigError(f"model.layers={model.layers} is not a multiple of model.loops={model.loops}")
     check_streams(model)
     check_branches(model)
     check_kv_layers(model)
@@ -138,6 +137,20 @@ def check_model(config: Config) -> None:
     check_mlp_types(model)
     check_stacked(model)
     check_reasoning(model)
+
+
+def check_loops(model: ModelConfig) -> None:
+    """Check that loops over all layers, and over those of sections, give as many as the model has."""
+    if model.layers % model.loops:
+        raise ConfigError(f"model.layers={model.layers} is not a multiple of model.loops={model.loops}")
+    num_run = sum(section.loops * section.layers for section in model.sections) * model.loops
+    if model.sections and num_run != model.layers:
+        raise ConfigError(f"model.layers={model.layers}: model.sections and model.loops run {num_run} layers")
+    for index, section in enumerate(model.sections):
+        if section.own_state and (section.adds_input or section.norm == "before"):
+            what = "adds_input=true" if section.adds_input else "norm=before"
+            at = f"model.sections.{index}.own_state=true"
+            raise UnsupportedError(f"{at}: its loops read that state and the section's input; leave {what} out")
 
 
 def find_value(hf: Mapping[str, Any], key: str) -> Any:

@@ -336,6 +336,26 @@ class OwnNormsConfig:
 
 
 @dataclass
+class SectionConfig:
+    """Stored layers that follow each other, and run together several times before the next section does."""
+
+    layers: int = number(0, 0, MAX_LAYERS)  # stored ones
+    loops: int = number(1, 1, MAX_LAYERS)  # in a row, each with caches of its own
+    name: str = ""  # what {section} stands for in stored names, in which {layer} then counts those of the section
+    norm: str = one_of("none", "before", "after")  # where each loop has the final norm
+    adds_input: bool = False  # each loop also reads what the section began with
+    own_state: bool = False  # loops read a state besides that, first a stored vector, then what they gave; it is added
+
+
+class LayerRun(NamedTuple):
+    """Where a layer is among the sections."""
+
+    section: int  # its number
+    loop: int  # of the section, counted over all loops
+    number: int  # of the layer in its section
+
+
+@dataclass
 class GGUFConfig:
     architecture: str | None = None  # general.architecture of the files that this model reads
     weights: dict[str, str] = field(default_factory=dict)  # role -> its name in these files, in place of weights.role
@@ -404,6 +424,7 @@ class ModelConfig:
     hidden: int = number(0, 1, INT32)  # size of a token's hidden state
     layers: int = number(0, 1, MAX_LAYERS)  # of the body, those of all loops
     loops: int = number(1, 1, MAX_LAYERS)  # over the stored layers, each with caches of its own, normed at its end
+    sections: list[SectionConfig] = field(default_factory=list)  # of the stored layers; none: one of all
     vocab: int = number(0, 1, INT32)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
@@ -464,6 +485,9 @@ class ModelConfig:
 
     def layer_like(self, layer: int) -> int:
         """The layer by whose number a layer's kinds of attention and mlp are chosen."""
+        if layer < self.layers and self.sections:
+            run = self.run_of(layer)
+            return sum(section.layers for section in self.sections[: run.section]) + run.number
         if layer < self.layers:
             return layer % self.stored_layers
         return layer if self.mtp_like is None else self.mtp_like
@@ -471,7 +495,16 @@ class ModelConfig:
     @property
     def stored_layers(self) -> int:
         """The number of layers with weights of their own."""
-        return max(self.layers // self.loops, 1)
+        return max(sum(section.layers for section in self.sections) or self.layers // self.loops, 1)
+
+    def run_of(self, layer: int) -> LayerRun:
+        """The section that a layer of the body is of, and its place there."""
+        loop, at = divmod(layer, self.layers // self.loops)
+        for index, section in enumerate(self.sections):
+            if at < section.loops * section.layers:
+                return LayerRun(index, loop * section.loops + at // section.layers, at % section.layers)
+            at -= section.loops * section.layers
+        raise AssertionError(f"check_loops has ensured that layer {layer} is of a section")
 
     def layer_type(self, layer: int) -> str | None:
         """The type of a layer; None if it has none, as those after the body's."""

@@ -11,21 +11,25 @@ from atom.config.schema import ModelConfig
 
 
 def numbered(pattern: str) -> str:
-    """A regular expression of an escaped name, of any layer."""
+    """A regular expression of an escaped name, of any layer, stream and section."""
     for mark in ("{layer}", "{pair}", "{half}", "{stream}"):
         pattern = pattern.replace(re.escape(mark), "[0-9]+")
-    return pattern
+    return pattern.replace(re.escape("{section}"), "[^.]+")
 
 
 def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
-    """The stored name of a role in a layer; {pair} and {half} count layers by two.
+    """The stored name of a role in a layer; {pair} and {half} count layers by two, {layer} with {section} those of one.
 
     Loops over layers share their names, except that of `layer`, which has caches.
     """
     name = model.weights[role]
     if layer is not None and layer >= model.layers and model.mtp_layer is not None:
         name, layer = name_of_mtp(model, name), layer - model.layers
-    if layer is not None and role != "layer" and layer < model.layers:
+    if layer is not None and layer < model.layers and "{section}" in name:
+        section, loop, number = model.run_of(layer)
+        name = name.replace("{section}", model.sections[section].name)
+        layer = number + (loop * model.sections[section].layers if role == "layer" else 0)
+    elif layer is not None and role != "layer" and layer < model.layers:
         layer = model.layer_like(layer)
     if layer is not None and ("{shared}" in name or "{use}" in name):
         use, first = model.shared_use(layer)
@@ -83,11 +87,13 @@ def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
 def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:
     """The stored names of stacked tensors, with those of their parts, see `atom.checkpoint.stacked.unstack`."""
     stacked = {
-        name: [
-            model.weights[role].replace("{pair}", "{layer}") + dot + part  # the number on both sides is the stored one
+        name.replace("{section}", section): [
+            # the number on both sides is the stored one
+            model.weights[role].replace("{pair}", "{layer}").replace("{section}", section) + dot + part
             for role, dot, part in (each.partition(".") for each in parts)
         ]
         for name, parts in model.stacked.items()
+        for section in ([each.name for each in model.sections] if "{section}" in name else [""])
     }
     return stacked | {
         name_of_mtp(model, name): [name_of_mtp(model, part) for part in parts] for name, parts in stacked.items()

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from torch.fx import Node
 
-from atom.config import Group
+from atom.config import Group, SectionConfig
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.streams import STREAMS
 from atom.frontend.writer import Writer
-from atom.graph import Dequantize, Recipe, Type, ops
+from atom.graph import Dequantize, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import narrow, padded
 
+RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 
@@ -33,19 +35,68 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     vocab: see `table`.
     """
     tokens, positions = write_tokens(writer)
-    rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
-    embedded, later = add_positions(writer, embed(writer, tokens, vocab), positions), None
-    inputs = per_layer_inputs(writer, tokens, embedded) or [None] * writer.model.layers
-    streams = STREAMS[writer.model.streams.kind]
-    states = [streams.spread(writer, embedded)]
-    for number, (rotary, own) in enumerate(zip(rotaries_by_layer, inputs, strict=True)):
-        if number and number % writer.model.stored_layers == 0:  # the next loop
-            states[-1] = writer.norm(states[-1], "final_norm", name="x")
-        x, write = streams.connect(writer, states[-1], number, own)
-        y, later = write_layer(writer, x, rotary, number, embedded=embedded, earlier=later)
-        states.append(write(y))
-    hidden = writer.norm(streams.merge(writer, states[-1]), "final_norm", name="hidden")
+    model = writer.model
+    rotaries_by_layer = rotaries(writer, positions, range(model.layers))
+    embedded = add_positions(writer, embed(writer, tokens, vocab), positions)
+    inputs = per_layer_inputs(writer, tokens, embedded) or [None] * model.layers
+    layers = enumerate(zip(rotaries_by_layer, inputs, strict=True))
+    streams = STREAMS[model.streams.kind]
+    x = streams.spread(writer, embedded)
+    states, later = [x], None
+
+    def run_layers(x: Node, num_layers: int) -> Node:
+        nonlocal later
+        states[-1] = x
+        for number, (rotary, own) in islice(layers, num_layers):
+            read, write = streams.connect(writer, x, number, own)
+            y, later = write_layer(writer, read, rotary, number, embedded=embedded, earlier=later)
+            x = write(y)
+            states.append(x)
+        return x
+
+    sections = model.sections or [SectionConfig(layers=model.stored_layers)]
+    own_states: dict[int, Node | Recipe] = {
+        index: W(writer.name("section_state"), Type(writer.dtype, (model.hidden,)))
+        for index, section in enumerate(sections)
+        if section.own_state
+    }
+    for loop in range(model.loops):
+        x = writer.norm(x, "final_norm", name="x") if loop else x
+        for index, section in enumerate(sections):
+            if section.own_state:
+                own_states[index] = state = write_loops(writer, section, own_states[index], x, run_layers)
+                x = writer.call(ops.add, x, state, name="x")
+            else:
+                x = write_loops(writer, section, x, None, run_layers)
+    hidden = writer.norm(streams.merge(writer, x), "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
+
+
+def write_loops(
+    writer: Writer, section: SectionConfig, state: Node | Recipe, added: Node | None, run_layers: RunLayers
+) -> Node:
+    """state [T, H] -> [T, H], what the last loop over a section's layers gives
+
+    state: what the first loop reads; a vector [H] for all tokens, if something is added to it
+    added: to what each loop reads [T, H]; None: what the first one reads, if the section adds that
+    """
+
+    def normed(state: Node) -> Node:
+        return writer.norm(state, "final_norm", name="x")
+
+    for _ in range(section.loops):
+        if section.norm == "before":
+            assert isinstance(state, Node), "check_loops refuses a norm of a vector"
+            state = normed(state)
+        if section.adds_input and added is None:
+            assert isinstance(state, Node), "only a section with a state of its own has a vector"
+            added = state
+        if added is not None:
+            state = writer.call(ops.add, added, state, name="x")
+        state = run_layers(state, section.layers)
+        if section.norm == "after":
+            state = normed(state)
+    return state
 
 
 def write_tokens(writer: Writer) -> tuple[Node, Node]:

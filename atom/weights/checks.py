@@ -109,7 +109,10 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
         raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
     names = [*model.weights.values()]
     is_paired = any("{pair}" in name for name in names)
-    layers = ("pair", -(-model.layers // 2)) if is_paired else ("layer", model.stored_layers)
+    num_layers = model.stored_layers
+    if any("{section}" in name for name in names):
+        num_layers = max(section.layers for section in model.sections)
+    layers = ("pair", -(-model.layers // 2)) if is_paired else ("layer", num_layers)
     experts = max((mlp.experts or 0 for mlp in model.mlps if mlp.kind == "moe"), default=0)
     for placeholder, num_expected in (layers, ("expert", experts)):
         numbers = _find_numbers(stored, names, placeholder)

@@ -933,7 +933,7 @@ OWN_SIZES = {  # of a file that takes no others
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zaya": {"layer_types": ["hybrid"] * 3},
 }
-LAYERS = {"longcat_flash": 4, "ouro": 12}  # of those that have more than the 3 of config.json
+LAYERS = {"hrm_text": 24, "longcat_flash": 4, "ouro": 12}  # of those that have more than the 3 of config.json
 WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba")
 
 

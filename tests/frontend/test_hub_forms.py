@@ -621,6 +621,12 @@ FORMS = {
         names={r"model\.": "", "_proj.weight": ".weight", r"self_attn\.": "self_attn.to_", "to_o": "to_out", r"mlp\.(up|down)": r"mlp.\1_proj"},
         edit=with_generator,
     ),
+    "hrm_text": HubForm(
+        f"{VLLM}/hrm_text.py; sapientinc/HRM-Text-1B",
+        changes={"embedding_scale": None, "initializer_range": 0.1},
+        fields={"num_hidden_layers": 2, "prefix_lm": True},
+        without=("num_layers_per_stack", "embedding_scale"),
+    ),
     "molmo2": HubForm(
         f"{VLLM}/molmo2.py; allenai/Molmo2-8B",
         variant="qwen3",
@@ -688,8 +694,11 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32", *form.overrides]), model)
 
 
+UNDER_OTHER_NAMES = ["axk1", "cohere2_moe", "flint", "hrm_text", "hy_v3", "kolibri1", "longcat_flash", "phimoe"]
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["axk1", "cohere2_moe", "flint", "hy_v3", "kolibri1", "longcat_flash", "phimoe"])
+@pytest.mark.parametrize("name", UNDER_OTHER_NAMES)
 def test_a_checkpoint_under_the_names_of_transformers_gives_its_logits(name: str, tmp_path: Path):
     model = tiny.save_changed(name, tmp_path / name, is_stacked=True)
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval())

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from probe import assert_logits
 from safetensors.torch import load_file, save_file
 from semantic import assert_same_as_transformers
 
 from atom import LLMEngine, SamplingParams
 from atom.compiler import semantic_graph
 from atom.config.load import load
-from atom.errors import ConfigError
+from atom.errors import ConfigError, UnsupportedError
 
 NAMES = {"post_attention_layernorm": "post_attention_layernorm", "post_self_attn_layernorm": "input_layernorm_2",
          "post_mlp_layernorm": "post_attention_layernorm_2"}  # fmt: skip
@@ -80,6 +81,40 @@ def test_each_loop_has_caches_of_its_own(tmp_path: Path):
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
     tiny.assert_greedy(answer, prompt, model)
     engine.close()
+
+
+SECTIONS = {  # of a variant's layers -> the caches of their loops, in order
+    "hrm_text": [f"model.{name}.layers.{layer}" for name, layer in [*(("L_module", layer) for layer in range(6)), ("H_module", 0), ("H_module", 1),
+                 *(("L_module", layer) for layer in range(6, 12)), ("H_module", 2), ("H_module", 3)]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_loops_over_sections_survive_chunks_batches_prefix_hits_and_preemption(name: str, tmp_path: Path):
+    model = tiny.save_changed(name, tmp_path / name).eval()
+    options = {"dtype": "fp32", "level": 1, "block_size": 4, "max_num_batched_tokens": 16, "num_kvcache_blocks": 64}
+    config = load([f"checkpoint={tmp_path / name}", "dtype=fp32"])
+    assert semantic_graph(config).layers() == SECTIONS[name]
+    engine = LLMEngine(model=str(tmp_path / name), **options)
+    assert_logits(engine, tiny.prompt(70), model)
+    shared = tiny.prompt(37)
+    prompts = [shared, *(shared[:20] + tiny.prompt(length, seed=length) for length in (1, 19, 30))]
+    for each in (prompts[:1], prompts):
+        answers = engine.generate(each, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+        for answer, prompt in zip(answers, each, strict=True):
+            tiny.assert_greedy(answer, prompt, model)
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 20 and metrics.num_preemptions > 0
+    engine.close()
+
+
+def test_sections_that_do_not_fit_are_refused(tmp_path: Path):
+    tiny.save_changed("hrm_text", tmp_path)
+    checkpoint = f"checkpoint={tmp_path}"
+    with pytest.raises(ConfigError, match=r"^model.layers=14: model.sections and model.loops run 16 layers$"):
+        load([checkpoint, "model.layers=14"])
+    with pytest.raises(UnsupportedError, match=r"^model.sections.0.own_state=true: .*leave norm=before out$"):
+        load([checkpoint, "model.sections.0.norm=before"])
 
 
 def test_a_part_of_a_loop_is_refused(tmp_path: Path):

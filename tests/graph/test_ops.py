@@ -20,6 +20,7 @@ CALLS = [
     (ops.layer_norm, ("fp32[T, 24]", "fp32[24]"), {"eps": 1e-6}),
     (ops.layer_norm, ("bf16[T, 6, 4]", "bf16[6, 4]"), {"eps": 1e-6}),
     (ops.add, ("bf16[T, 24]", "bf16[T, 24]"), {}),
+    (ops.add, ("bf16[T, 24]", "bf16[24]"), {}),
     (ops.mul, ("bf16[T, 24]", "bf16[T, 24]"), {}),
     (ops.mul, ("bf16[T, 24]", "bf16[T, 1]"), {}),
     (ops.scale, ("bf16[T, 24]",), {"by": 0.5}),

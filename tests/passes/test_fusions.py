@@ -126,6 +126,7 @@ def test_a_second_run_changes_nothing(fuse: Callable[[Graph], Graph], before: st
         (fuse_gate_up, GATE_UP.replace("mul(active, up)", "mul(gate, up)")),
         (fuse_gate_up, CLAMPED.replace(', W("u.b", fp32[6])', "")),
         (fuse_norm_residual, NORM.replace("x = add(", "x = mul(")),
+        (fuse_norm_residual, NORM.replace("x = add(h, h)", 'x = add(h, W("b", fp32[8]))')),  # a vector for all rows
     ],
 )
 def test_it_declines(fuse: Callable[[Graph], Graph], text: str):

@@ -84,9 +84,14 @@ def _same(a: Type, b: Type) -> Type:
     return a
 
 
-@op(_same)
+def _add(a: Type, b: Type) -> Type:
+    need(a == b or b == Type(a.dtype, a.shape[-1:]), f"{a} and {b} differ")
+    return a
+
+
+@op(_add)
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a [...], b [...] -> [...]"""
+    """a [..., H], b [..., H] or [H] -> [..., H]"""
     return a + b
 
 

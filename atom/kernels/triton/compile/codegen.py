@@ -199,8 +199,9 @@ class _Kernel:
         return self._value(weight, (self._value(tokens, at[:-1], tile), at[-1]), tile)
 
     def _add(self, node: Node, at: At, tile: _Tile) -> str:
-        a, b = (self._value(each, at, tile) for each in call_of(node).args[:2])
-        return self._rounded(node, f"{a} + {b}")
+        a, b = call_of(node).args[:2]
+        own = at[-len(_type(b).shape) :] if len(_type(b).shape) < len(_type(a).shape) else at  # a vector for all rows
+        return self._rounded(node, f"{self._value(a, at, tile)} + {self._value(b, own, tile)}")
 
     def _mul(self, node: Node, at: At, tile: _Tile) -> str:
         a, b = node.args

@@ -238,6 +238,8 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
                                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "longcat_flash": ("LongcatFlashConfig", {**MLA, "head_dim": 8, "num_hidden_layers": 4, "q_lora_rank": 20, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3,
                                              "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24, "routed_scaling_factor": 2.0}),
+    "dory": ("DoryConfig", {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3, "head_dim": 16,
+                            "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2, "initializer_range": 0.3, "ngpt_alpha_init": 0.2}),
     "hrm_text": ("HrmTextConfig", {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 3, "head_dim": 16, "embedding_scale": 7.0}),
     "laguna": ("LagunaConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9, "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7,
                                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 8, 8]}),

@@ -26,6 +26,9 @@ from atom.errors import CheckpointError, ConfigError
 Part = tuple[str, int, int]
 
 
+LAYERS = {"{layer}": "([0-9]+)", "{even}": "([0-9]*[02468])", "{odd}": "([0-9]*[13579])"}  # numbers in stored names
+
+
 class StackedCheckpoint(Checkpoint):
     """parts: by their new names; a tensor without parts keeps its own name."""
 
@@ -94,19 +97,24 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
 
 
 def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The names that match a pattern, with the names of their parts, in which only {expert} is left open."""
+    """The names that match a pattern, with the names of their parts, in which only {expert} is left open.
+
+    A name with {even} or {odd} has such numbers only, and those of parts are half of them.
+    """
     patterns = {}
     for key, listed in stacked.items():
         parts = list(dict.fromkeys(listed))
         if len({"{expert}" in part for part in parts}) != 1:
             raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {parts}")
         if parts != [key]:
-            patterns[re.compile("([0-9]+)".join(map(re.escape, key.split("{layer}"))))] = parts
+            mark = next((mark for mark in LAYERS if mark in key), "{layer}")
+            patterns[re.compile(LAYERS[mark].join(map(re.escape, key.split(mark))))] = parts, mark != "{layer}"
     part_names = {}
-    for pattern, parts in patterns.items():
+    for pattern, (parts, is_paired) in patterns.items():
         for name in names:
             if match := pattern.fullmatch(name):
                 layer = "".join(match.groups()[:1])
+                layer = str(int(layer) // 2) if is_paired else layer
                 part_names[name] = [part.replace("{layer}", layer) for part in parts]
     return part_names
 

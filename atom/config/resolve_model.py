@@ -38,6 +38,7 @@ WHICH_LAYERS: dict[str, Any] = {
     "skip": [],
 }  # fields of attention and mlp only
 MAMBA2_PARTS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")  # that model.scales names besides roles
+CHANNELS = ("q", "o_gate", "gate", "up", "head")  # that model.channel_scales names
 # roles that model.scales cannot name, besides tensors
 NOT_SCALED = re.compile(
     r"(per_layer_)?embedding|head|layer|router(_in|_mid_[12])?|cca_(head_)?conv|altup_(router|predict|correct)|.*norm"
@@ -70,7 +71,7 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -112,6 +113,9 @@ def check_model(config: Config) -> None:
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
     if not (model.embedding_norm or model.embedding_norm_weight):
         raise ConfigError("model.embedding_norm_weight is false, and no norm is of the embedding; leave it out")
+    if model.residual_gate.kind != "none" and model.residual.startswith("parallel"):
+        at = f"model.residual_gate.kind={model.residual_gate.kind}"
+        raise UnsupportedError(f"{at}: model.residual={model.residual} adds all blocks at once; leave it out")
     if model.residual != "sequential" and not model.norm.before:
         raise ConfigError(
             f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
@@ -339,10 +343,11 @@ def unread_of_skipped(model: ModelConfig) -> list[str]:
 
 
 def check_scales(model: ModelConfig) -> None:
-    """Check that what scales, block_scales and own_norms of model name is there, and that scales are above 0."""
+    """Check that what scales of model and own_norms name is there, and that scales are above 0."""
     linears = [role for role in model.weights if not (TENSOR_ROLES.fullmatch(role) or NOT_SCALED.fullmatch(role))]
     for at, named, known in (
         ("model.scales", model.scales, [*linears, *MAMBA2_PARTS]),
+        ("model.channel_scales", model.channel_scales, [*CHANNELS]),
         ("model.block_scales", model.block_scales, [*BLOCKS, *model.blocks]),
         ("model.own_norms", model.own_norms, [*BLOCKS, *model.blocks]),
     ):
@@ -421,6 +426,7 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
         ("window", None),
         ("softcap", None),
         ("gate", "none"),
+        ("o_norm", "none"),
         ("v_norm", False),
         ("k_is_v", False),
         ("adapter_rank", None),
@@ -524,6 +530,8 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
     mlp = derive_limits(mlp, at, num_layers, is_plain)
     if mlp.adapter_rank is not None and mlp.kind != "gated":
         raise UnsupportedError(f"{at}.adapter_rank={mlp.adapter_rank} is for kind gated, not for kind {mlp.kind}")
+    if mlp.down_norm and mlp.kind == "moe":
+        raise UnsupportedError(f"{at}.down_norm=true is for kinds gated and plain, not for kind moe")
     if mlp.kind != "moe":
         return mlp
     for name in ("experts", "top_k"):

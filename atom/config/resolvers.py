@@ -4,6 +4,7 @@
     ${repeat:${every:2,sparse,dense,0},${hf:num_hidden_layers}}     # so many layers, of which the even ones are sparse
     ${where:${hf:full_attn_idxs,null},${hf:num_hidden_layers},full_attention,conv}
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
+    ${paired:${hf:layer_types},mlp}      # the types of layers that are listed as two each, of which the second is mlp
     ${of_type:${hf:num_attention_heads_per_layer,null},${hf:layer_types,null},sliding_attention,${hf:num_attention_heads}}
     ${add:${hf:sliding_window_size,null},1}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
@@ -84,6 +85,16 @@ def spell(text: Any, *pairs: Any, _node_: Any) -> list[str] | None:
     return [types[letter] for letter in letters]
 
 
+def paired(types: Any, second: str, *, _node_: Any) -> list[str] | None:
+    """The types of layers of which a list has two each, the second one always of this type."""
+    if types is None:
+        return None
+    listed = list(types) if isinstance(types, list | ListConfig) else []
+    if not listed or len(listed) % 2 or any(each != second for each in listed[1::2]):
+        raise ConfigError(f"{key_of(_node_)}: every second one of [{', '.join(map(str, listed))}] has to be {second}")
+    return listed[::2]
+
+
 def of_type(listed: Any, types: Any, named: str, default: Any = None, *, _node_: Any) -> Any:
     """The value that all layers of a type have, of a list with one for each layer; the default without a list.
 
@@ -103,10 +114,10 @@ def count(listed: Any) -> int | None:
 
 
 def scaled(number: Any, by: Any, divisor: Any = 1, *, _node_: Any) -> int | None:
-    """number * by / divisor, without its fraction."""
+    """number * by / divisor, without its fraction; the number may be 0."""
     if number is None or by is None:
         return None
-    check_numbers(number, by, divisor, node=_node_)
+    check_numbers(*([number] if number else []), by, divisor, node=_node_)
     return int(number * by / divisor)
 
 
@@ -195,4 +206,21 @@ def key_of(node: Any) -> str:
     return str(node._get_full_key(""))
 
 
-RESOLVERS = (every, repeat, where, spell, of_type, count, scaled, add, minus, round_up, mul, div, sqrt, finite, common)
+RESOLVERS = (
+    every,
+    repeat,
+    where,
+    spell,
+    paired,
+    of_type,
+    count,
+    scaled,
+    add,
+    minus,
+    round_up,
+    mul,
+    div,
+    sqrt,
+    finite,
+    common,
+)

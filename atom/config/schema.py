@@ -57,8 +57,8 @@ MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 
 @dataclass
 class NormConfig:
-    kind: str = one_of("rms", "layer")  # layer: with a mean
-    eps: float = number(1e-6, 0)  # added to the variance
+    kind: str = one_of("rms", "layer", "l2")  # layer: with a mean; l2: to the length 1
+    eps: float = number(1e-6, 0)  # added to the variance; l2: to the squared length
     weight: bool = True  # false: none is stored
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
@@ -112,6 +112,7 @@ class AttentionConfig:
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of rope and norms of heads
     gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
     gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
+    o_norm: str = one_of("none", "whole", "per_head")  # gqa: of what o reads; per_head: ahead of the gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
@@ -179,6 +180,7 @@ class MLPConfig:
     shared_limits: list[float | None] | None = None  # by layer, of the shared expert; null: as the experts
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too
+    down_norm: bool = False  # gated, plain: what down reads is normed
     shared_bias: bool | None = None  # moe: on those of the shared expert; null: as bias
     adapter_rank: int | None = number(None, 1, INT32)  # gated: of linears that each use adds to gate and up; null: none
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
@@ -328,6 +330,22 @@ class BlockScalesConfig:
 
 
 @dataclass
+class ChannelScaleConfig:
+    """What a stored vector becomes, with which the channels of a value are multiplied."""
+
+    factor: float = number(1.0, 0, above=True)  # of the vector
+    power: int = number(1, 1, 2)  # 2: of which the square is taken
+
+
+@dataclass
+class ResidualGateConfig:
+    """How far a block moves the hidden states towards what it gives, by channel, in place of adding that to them."""
+
+    kind: str = one_of("none", "abs")  # by 0: not at all, by 1: they become it; abs: by the size of a stored vector
+    factor: float = number(1.0, 0, above=True)  # of that vector
+
+
+@dataclass
 class OwnNormsConfig:
     """Norms of one block of several side by side, besides those of a layer's blocks."""
 
@@ -440,6 +458,10 @@ class ModelConfig:
     transposed: bool = False  # linears of layers are stored [in, out]
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     scales: dict[str, float] = field(default_factory=dict)  # role of a linear, or mamba_z, … -> of what it gives
+    channel_scales: dict[str, ChannelScaleConfig] = field(
+        default_factory=dict
+    )  # gate, up, o_gate or head, or q after its norm and rope -> of the channels of what these linears give
+    residual_gate: ResidualGateConfig = field(default_factory=ResidualGateConfig)
     block_scales: dict[str, BlockScalesConfig] = field(default_factory=dict)  # block -> of its input and output
     own_norms: dict[str, OwnNormsConfig] = field(default_factory=dict)  # block -> its norms, if it has some
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1

@@ -48,14 +48,18 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     )  # fmt: skip
     if value_dim < dim:
         a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
+    if attention.o_norm == "per_head":
+        a = writer.norm(a, "o_norm", layer, name="a")
     if attention.gate == "head":
         gate = writer.call(ops.split_heads, writer.linear(h, "o_gate", heads, False, layer), heads=heads, name="gate")
         a = weigh(writer, a, gate, attention)
     a = writer.call(ops.merge_heads, a, name="a")
     if attention.gate == "element":
-        gate = writer.linear(h, "o_gate", heads * value_dim, False, layer)
+        gate = writer.scale_channels(writer.linear(h, "o_gate", heads * value_dim, False, layer), "o_gate", layer)
     if attention.gate in ("query", "element"):
         a = weigh(writer, a, required(gate), attention)
+    if attention.o_norm == "whole":
+        a = writer.norm(a, "o_norm", layer, name="a")
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
 
 
@@ -104,6 +108,9 @@ def rotate_heads(
             made["k"] = rotate(writer, made["k"], rotary.keys, rotary.interleaved, "k")
     if attention.qk_norm == "behind_rope":
         made |= norm_qk(writer, made, layer, attention.qk_norm_weight)
+    if "q" in writer.model.channel_scales:
+        q = writer.scale_channels(writer.call(ops.merge_heads, made["q"], name="q"), "q", layer)
+        made["q"] = writer.call(ops.split_heads, q, heads=attention.heads, name="q")
     if attention.v_norm and "v" in made:
         made["v"] = writer.norm(made["v"], "v_norm", layer, "v", "none")
     return made

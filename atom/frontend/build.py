@@ -63,10 +63,13 @@ def build(
 
 
 def check_scales(model: ModelConfig, read: Collection[str]) -> None:
-    """Check that each of model.scales is of something that the model has.
+    """Check that each of model.scales and of channel_scales is of something that the model has.
 
     read: the names of those that were
     """
     for name, scale in model.scales.items():
         if scale != 1 and name not in read:
             raise ConfigError(f"model.scales.{name}={scale}: no linear of this model is scaled so; leave it out")
+    for name in model.channel_scales:
+        if f"{name}_channels" not in read:
+            raise ConfigError(f"model.channel_scales.{name}: no linear of this model is scaled so; leave it out")

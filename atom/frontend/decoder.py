@@ -21,10 +21,11 @@ from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.streams import STREAMS
 from atom.frontend.writer import Writer
-from atom.graph import Dequantize, Recipe, Type, W, ops
+from atom.graph import Apply, Dequantize, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import narrow, padded
 
 RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
+SHARES = {"abs": ("rest_of_abs", "abs")}  # kind of a residual gate -> functions of what the block is added to and gives
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 
@@ -130,6 +131,7 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
     weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
     bias = [table_bias(writer, int(weight.type.shape[0]))] if model.head_bias else []
     logits = writer.multiply(hidden, weight, *bias, role=role, layer=None, name="logits")
+    logits = writer.scale_channels(logits, "head")
     logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else model.logits_scale)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")
@@ -235,12 +237,24 @@ def write_layer(
             if group.later is not None:
                 later = write_block(writer, h, group.later, rotary, layer, x)
             base = kept(h if model.residual == "normed" else x, group)
-            x = add(base, writer.scale(given(x, h, group, role), model.residual_scale))
+            y = writer.scale(given(x, h, group, role), model.residual_scale)
+            x = add(*weigh_residual(writer, base, y, role, layer))
         return x if earlier is None else add(x, earlier), later
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
     all_given = [given(x, each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale)), None
+
+
+def weigh_residual(writer: Writer, x: Node, y: Node, role: str, layer: int) -> tuple[Node, Node]:
+    """x and y [T, H], what a block is added to and what it gives, times the shares of channels that a model may have"""
+    gate = writer.model.residual_gate
+    if gate.kind == "none":
+        return x, y
+    vector = W(writer.name(f"{role}_residual", layer), Type("fp32", (writer.model.hidden,)))
+    shares = (Apply(vector, function, gate.factor) for function in SHARES[gate.kind])
+    kept, given = (writer.call(ops.mul, *pair, name=pair[0].name) for pair in zip((x, y), shares, strict=True))
+    return kept, given
 
 
 def write_ahead(

@@ -31,6 +31,8 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, has_bias, layer)
     if mlp.adapter_rank is not None and not prefix:
         gate, up = writer.adapt(h, mlp.adapter_rank, layer, gate=gate, up=up)
+    if not prefix:
+        gate, up = (writer.scale_channels(each, name, layer) for name, each in (("gate", gate), ("up", up)))
     if mlp.sparsity is not None and (share := mlp.sparsity[writer.model.layer_like(layer)]):
         gate = writer.call(ops.gaussian_topk, gate, sparsity=share, name="gate")
     rule = gate_rule(mlp, writer.model.layer_like(layer), is_shared=bool(prefix))
@@ -40,6 +42,7 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
     else:
         both = writer.call(ops.join, gate, up, name="gate_up")
         m = writer.call(ops.gated_activate, both, **rule, name="m")
+    m = writer.norm(m, "down_norm", layer, name="m") if mlp.down_norm else m
     return writer.linear(m, f"{prefix}down", writer.model.hidden, has_bias, layer)
 
 
@@ -77,6 +80,7 @@ def _plain(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
         m = writer.call(ops.xielu, up, *alphas, name="m")
     else:
         m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
+    m = writer.norm(m, "down_norm", layer, name="m") if mlp.down_norm else m
     return writer.linear(m, f"{prefix}down", writer.model.hidden, has_bias, layer)
 
 

@@ -21,13 +21,13 @@ from atom.checkpoint.modules import format_of, matches, module_of
 from atom.config import ModelConfig, QuantConfig
 from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
-from atom.graph import Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Transpose, Type, W, ops
+from atom.graph import Apply, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Transpose, Type, W, ops
 from atom.graph.formats import FormatError, act_of, shrink_group
 from atom.graph.ops import Op
-from atom.graph.recipe_ranges import cat
+from atom.graph.recipe_ranges import cat, padded
 from atom.graph.recipes import renamed
 
-NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
+NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm, "l2": ops.rms_norm}
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,13 @@ class Writer:
         is_final = role == "final_norm" and norm.final_offset is not None
         offset = required(norm.final_offset) if is_final else norm.offset
         eps = norm.after_eps if role.endswith("_after_norm") and norm.after_eps is not None else norm.eps
+        ones = Full(1.0, Type(self.dtype, shape))
+        if norm.kind == "l2":  # the length is the root of the mean square times that of the number of channels
+            eps, ones = eps / int(shape[-1]), Full(int(shape[-1]) ** -0.5, Type("fp32", shape))
         if weight_of_heads == "none":
-            ones: Node = self.call(NORMS[norm.kind], x, Full(1.0, Type(self.dtype, shape)), eps=eps, name=name)
-            return ones
-        weight: Recipe = self.weight(role, shape, layer) if norm.weight else Full(1.0, Type(self.dtype, shape))
+            unweighted: Node = self.call(NORMS[norm.kind], x, ones, eps=eps, name=name)
+            return unweighted
+        weight: Recipe = self.weight(role, shape, layer) if norm.weight else ones
         if offset:  # in float32, so that a small weight is not rounded away
             weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), offset)
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
@@ -158,6 +161,18 @@ class Writer:
         by = self.model.scales.get(name, 1.0)
         self.scaled.add(name)
         return self.scale(x, None if by == 1 else by)
+
+    def scale_channels(self, x: Node, name: str, layer: int | None = None) -> Node:
+        """x [T, C] times the vector that `model.channel_scales` has for a name, if any, and zeros beyond its end"""
+        if name not in self.model.channel_scales:
+            return x
+        scales, size = self.model.channel_scales[name], int(x.meta["type"].shape[-1])
+        self.scaled.add(f"{name}_channels")
+        stored = self.model.vocab if name == "head" else size
+        vector = W(self.name(f"{name}_channels", layer), Type("fp32", (stored,)))
+        by = padded(Apply(vector, "square" if scales.power == 2 else "scale", scales.factor), 0, size)
+        scaled: Node = self.call(ops.mul, x, by, name=x.name)
+        return scaled
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
               dim: int = 0, interleaved: bool = False, num_chunks: int = 1) -> list[Recipe]:  # fmt: skip

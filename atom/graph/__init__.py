@@ -13,6 +13,7 @@ from atom.graph.mesh import Mesh
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.recipes import (
     KV,
+    Apply,
     Cat,
     Dequantize,
     Full,
@@ -49,6 +50,7 @@ __all__ = [
     "KV",
     "POOL",
     "TORCH_DTYPES",
+    "Apply",
     "Batch",
     "Cat",
     "Dequantize",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from atom.graph import formats
 from atom.graph.recipes import (
+    Apply,
     Cat,
     Dequantize,
     Full,
@@ -84,7 +85,7 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
         recipe if isinstance(recipe, Quantize) else recipe.part, start, stop, dim
     ):
         return replace(recipe, part=narrow(recipe.part, start, stop, dim))
-    if isinstance(recipe, Slice | Shift | Shuffle):
+    if isinstance(recipe, Slice | Shift | Apply | Shuffle):
         return replace(recipe, part=narrow(recipe.part, start, stop, dim))
     return Slice(recipe, start, stop, dim)
 

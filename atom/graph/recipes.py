@@ -9,6 +9,8 @@
     cat([W(…), W(…)])                                           tensors joined
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
+    shift(W("…norm.weight", …), 1.0)                            a tensor with a number added to each element
+    apply(W("…lambda_1", …), "abs", factor=2.5)                 and one with a function of each element times a number
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     host(W("model.embed_tokens_per_layer.weight", …))           one that a GPU reads from pinned host memory
     share(W("…o_proj.weight", …), "tensor", 4, dim=1)           a rank's equal part of a tensor
@@ -163,6 +165,29 @@ class Shift:
     @cached_property
     def type(self) -> Type:
         return self.part.type
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A tensor with a function of each element times a number."""
+
+    part: Recipe
+    function: str
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _need_part("apply", self.part)
+        need(self.part.type.fmt is None, f"apply: {self.part.type} is packed")
+        known = ", ".join(FUNCTIONS)
+        need(self.function in FUNCTIONS, f"apply: there is no function {self.function!r}; functions: {known}")
+        need(_is_number(self.factor), f"apply: {self.factor!r} is no number")
+
+    @cached_property
+    def type(self) -> Type:
+        return self.part.type
+
+
+FUNCTIONS = ("scale", "square", "abs", "rest_of_abs")  # of elements, see `atom.weights.evaluate`
 
 
 @dataclass(frozen=True)
@@ -509,7 +534,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
 Constant = RopeFreqs | Measured | LoraStack | Full  # of no stored tensor
 Ranked = Share | Once | Offset  # of which each rank has its own
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Host | Constant | Ranked
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Apply | Packing | Shuffle | Host | Constant | Ranked
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | State]] = {
@@ -519,6 +544,7 @@ TEXT_NAMES: dict[str, type[Recipe | State]] = {
     "slice": Slice,
     "transpose": Transpose,
     "shift": Shift,
+    "apply": Apply,
     "repack": Repack,
     "repeat": Repeat,
     "regroup": Regroup,

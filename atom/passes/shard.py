@@ -122,7 +122,7 @@ def _is_logits(value: Node) -> bool:
     return all(
         user.op == "output"
         or user.target is ops.gumbel_argmax
-        or (user.target in (ops.scale, ops.softcap, ops.send) and _is_logits(user))
+        or (user.target in (ops.scale, ops.mul, ops.softcap, ops.send) and _is_logits(user))
         for user in value.users
     )
 
@@ -338,6 +338,9 @@ class _Writer:
         states = self._state(a), self._state(b)
         if isinstance(states[0], Divided) and states[0] == states[1]:
             return self._call(node, ops.mul, self._value(a), self._value(b), state=states[0])
+        is_vector = not isinstance(b, Node) and b.type.shape == a.meta["type"].shape[-1:]
+        if is_vector and isinstance(states[0], Divided | Joined) and len(a.meta["type"].shape) == 2:
+            return self._call(node, ops.mul, self._value(a), self._share_as(states[0], b), state=states[0])
         if states == (PARTIAL, WHOLE):
             return self._call(node, ops.mul, self._value(a), self.whole(b), state=PARTIAL)
         return self.copy(node)

@@ -19,6 +19,7 @@ from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
 from atom.graph import (
     TORCH_DTYPES,
+    Apply,
     Cat,
     Dequantize,
     Recipe,
@@ -46,6 +47,12 @@ Place = Callable[[Recipe, Loaded], Loaded]  # takes a weight to another place
 
 AT_ONCE = 1 << 20  # elements
 WORD = 8  # max rows that share int32 words
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scale": lambda x: x,
+    "square": torch.square,
+    "abs": torch.abs,
+    "rest_of_abs": lambda x: 1 - x.abs(),
+}
 
 
 def tensors_in(loaded: Loaded) -> list[Tensor]:
@@ -123,10 +130,13 @@ def _split_rows(recipe: Dequantize, tensor: Tensor) -> Iterator[tuple[Recipe, Te
 
 
 def copy(recipe: Recipe, target: Tensor, view_of: Callable[[Recipe], Tensor]) -> None:
-    """Fill a target with a recipe of one stored tensor; `view_of` gives that tensor's view, without a Shift."""
+    """Fill a target with a recipe of one stored tensor; `view_of` gives that tensor's view, as it is stored."""
     if isinstance(recipe, Shift):
         copy(recipe.part, target, view_of)
         target.add_(recipe.by)
+    elif isinstance(recipe, Apply):
+        copy(recipe.part, target, view_of)
+        target.copy_(FUNCTIONS[recipe.function](target * recipe.factor))
     else:
         target.copy_(view_of(recipe))
 

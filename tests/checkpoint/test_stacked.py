@@ -132,6 +132,19 @@ def test_a_tensor_under_its_own_name_is_no_part(tmp_path: Path, parts: list[str]
     assert checkpoint.tensors[GATE_UP.format(layer=0)].shape == (2, 3)
 
 
+def test_layers_of_even_and_odd_numbers_are_two_parts_of_half_as_many(tmp_path: Path) -> None:
+    stored = {f"layers.{layer}.{name}": numbers(2) + layer for layer in (0, 1, 10, 11) for name in ("a", "b")}
+    folder = save(tmp_path, stored)
+    patterns = {
+        f"layers.{{{which}}}.{name}": [f"{{layer}}.{which}.{name}"] for which in ("even", "odd") for name in "ab"
+    }
+    checkpoint = unstack(open_checkpoint(folder), patterns)
+    assert checkpoint.tensors.keys() == {
+        f"{n}.{which}.{name}" for n in (0, 5) for which in ("even", "odd") for name in "ab"
+    }
+    assert bytes(checkpoint.read("5.odd.b")) == stored["layers.11.b"].numpy().tobytes()
+
+
 def test_a_renamed_tensor_next_to_its_new_name_elsewhere_is_read(tmp_path: Path) -> None:
     location = save(tmp_path, {"layers.0.old": numbers(2), "layers.1.new": numbers(3)})
     checkpoint = open_checkpoint(location, stacked={"layers.{layer}.old": ["layers.{layer}.new"]})

@@ -917,6 +917,15 @@ OWN_SIZES = {  # of a file that takes no others
     },
     "gemma4": {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8},
     "aria": {"moe_topk": 2, "moe_num_shared_experts": 2, "moe_num_experts": 4},
+    "dory": {
+        "num_hidden_layers": 6,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 2,
+        "layer_types": ["full_attention", "mlp"] * 3,
+        "initializer_range": 0.02,
+        "head_dim": 16,
+    },
     "mllama": {"cross_attention_layers": [1]},
     "muse_glimmer": {
         "output_multiplier": 2.0,
@@ -933,7 +942,12 @@ OWN_SIZES = {  # of a file that takes no others
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zaya": {"layer_types": ["hybrid"] * 3},
 }
-LAYERS = {"hrm_text": 24, "longcat_flash": 4, "ouro": 12}  # of those that have more than the 3 of config.json
+LAYERS = {
+    "dory": 4,
+    "hrm_text": 24,
+    "longcat_flash": 4,
+    "ouro": 12,
+}  # of those that have more than the 3 of config.json
 WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba")
 
 

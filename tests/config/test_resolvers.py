@@ -36,6 +36,11 @@ def test_repeat_cuts_a_pattern_to_the_number_of_layers():
     assert [value_of(text) for text in ("${repeat:null,2}", "${repeat:[a],null}")] == [None, None]
 
 
+def test_paired_takes_the_first_of_two_types_each():
+    assert value_of("${paired:[full,mlp,window,mlp],mlp}") == ["full", "window"]
+    assert value_of("${paired:null,mlp}") is None
+
+
 def test_where_is_the_type_of_each_layer():
     assert value_of("${where:${listed},4,full,conv}", listed=[1, 3]) == ["conv", "full", "conv", "full"]
     assert value_of("${where:${listed},2,full,conv}", listed=[]) == ["conv", "conv"]
@@ -84,6 +89,8 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${every:3,a,b,x}", "of.size: x is no layer of a pattern of 3, counted from 0"),
         ("${repeat:[],3}", "of.size: [] is not a pattern, of 3 layers"),
         ("${repeat:[a],0}", "of.size: ['a'] is not a pattern, of 0 layers"),
+        ("${paired:[a,mlp,mlp,a],mlp}", "of.size: every second one of [a, mlp, mlp, a] has to be mlp"),
+        ("${paired:[a,mlp,a],mlp}", "of.size: every second one of [a, mlp, a] has to be mlp"),
         ("${where:[2],2,a,b}", "of.size: there is no layer 2, the model has 2"),
         ("${where:[x],2,a,b}", "of.size: there is no layer x, the model has 2"),
         ("${where:7,2,a,b}", "of.size: 7 is not a list of layers, of 2"),

@@ -77,6 +77,18 @@ def with_sound(tensors: Tensors) -> Tensors:
     return tensors | {name: torch.zeros(4) for name in names}
 
 
+def as_dory(tensors: Tensors) -> Tensors:
+    """Each attention and each mlp as a layer, as Dory's files have them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_[12])(.*)", name):
+            number, part, rest = match.groups()
+            own = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(part, "mixer")
+            name = f"backbone.layers.{2 * int(number) + (part in ('mlp', 'lambda_2'))}.{own}{rest}"
+        made[name] = tensor
+    return made
+
+
 def with_unused_keys(tensors: Tensors, layer: int = 4) -> Tensors:
     """Also keys and values of a layer that reads those of another."""
     at = f"model.language_model.layers.{layer}.self_attn."
@@ -621,6 +633,11 @@ FORMS = {
         names={r"model\.": "", "_proj.weight": ".weight", r"self_attn\.": "self_attn.to_", "to_o": "to_out", r"mlp\.(up|down)": r"mlp.\1_proj"},
         edit=with_generator,
     ),
+    "dory": HubForm(
+        f"{VLLM}/dory.py; nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16",
+        fields={"attention_output_gate_logit_scale_init": None, "mlp_bias": False},
+        edit=as_dory,
+    ),
     "hrm_text": HubForm(
         f"{VLLM}/hrm_text.py; sapientinc/HRM-Text-1B",
         changes={"embedding_scale": None, "initializer_range": 0.1},
@@ -694,7 +711,7 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32", *form.overrides]), model)
 
 
-UNDER_OTHER_NAMES = ["axk1", "cohere2_moe", "flint", "hrm_text", "hy_v3", "kolibri1", "longcat_flash", "phimoe"]
+UNDER_OTHER_NAMES = ["axk1", "cohere2_moe", "dory", "flint", "hrm_text", "hy_v3", "kolibri1", "longcat_flash", "phimoe"]
 
 
 @pytest.mark.sampled(2)

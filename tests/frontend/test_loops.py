@@ -17,7 +17,7 @@ from semantic import assert_same_as_transformers
 from atom import LLMEngine, SamplingParams
 from atom.compiler import semantic_graph
 from atom.config.load import load
-from atom.errors import ConfigError, UnsupportedError
+from atom.errors import AtomError, ConfigError, UnsupportedError
 
 NAMES = {"post_attention_layernorm": "post_attention_layernorm", "post_self_attn_layernorm": "input_layernorm_2",
          "post_mlp_layernorm": "post_attention_layernorm_2"}  # fmt: skip
@@ -83,7 +83,8 @@ def test_each_loop_has_caches_of_its_own(tmp_path: Path):
     engine.close()
 
 
-SECTIONS = {  # of a variant's layers -> the caches of their loops, in order
+SECTIONS = {  # a variant with sections -> the caches of their loops, in order
+    "dory": [f"model.layers.{layer}" for layer in range(1 + 3 * 2 + 1)],
     "hrm_text": [f"model.{name}.layers.{layer}" for name, layer in [*(("L_module", layer) for layer in range(6)), ("H_module", 0), ("H_module", 1),
                  *(("L_module", layer) for layer in range(6, 12)), ("H_module", 2), ("H_module", 3)]],
 }  # fmt: skip
@@ -115,6 +116,19 @@ def test_sections_that_do_not_fit_are_refused(tmp_path: Path):
         load([checkpoint, "model.layers=14"])
     with pytest.raises(UnsupportedError, match=r"^model.sections.0.own_state=true: .*leave norm=before out$"):
         load([checkpoint, "model.sections.0.norm=before"])
+
+
+def test_what_dory_counts_otherwise_is_refused(tmp_path: Path):
+    tiny.save_changed("dory", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for changed, message in (
+        ({"n_input_layers": 4}, r"^model.layers=8: model.sections and model.loops run 9 layers$"),
+        ({"recurrent_kv_cache_mode": "last_loop"}, r"recurrent_kv_cache_mode=last_loop in its config.json is not"),
+    ):
+        path.write_text(json.dumps(config | changed))
+        with pytest.raises(AtomError, match=message):
+            load([f"checkpoint={tmp_path}"])
 
 
 def test_a_part_of_a_loop_is_refused(tmp_path: Path):

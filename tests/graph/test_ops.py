@@ -23,6 +23,8 @@ CALLS = [
     (ops.add, ("bf16[T, 24]", "bf16[24]"), {}),
     (ops.mul, ("bf16[T, 24]", "bf16[T, 24]"), {}),
     (ops.mul, ("bf16[T, 24]", "bf16[T, 1]"), {}),
+    (ops.mul, ("bf16[T, 24]", "fp32[24]"), {}),
+    (ops.mul, ("bf16[T, 3, 8]", "bf16[8]"), {}),
     (ops.scale, ("bf16[T, 24]",), {"by": 0.5}),
     (ops.softcap, ("bf16[T, 24]",), {"cap": 30.0}),
     (ops.clamp, ("bf16[T, 24]",), {"limit": 0.5}),

@@ -15,6 +15,7 @@ from atom.checkpoint import Checkpoint, SilentProgress, StoredTensor
 from atom.graph import (
     KV,
     TORCH_DTYPES,
+    Apply,
     Cat,
     Dequantize,
     Graph,
@@ -80,6 +81,7 @@ RECIPES: list[tuple[Recipe, str]] = [
     (Slice(stored("up", 6, 16), 1, 16, 1, 2), 'slice(W("up", fp32[6, 16]), 1, 16, dim=1, step=2)'),
     (Transpose(stored("up", 8, 6)), 'transpose(W("up", fp32[8, 6]))'),
     (Shift(stored("up", 6, 8), 1.5), 'shift(W("up", fp32[6, 8]), 1.5)'),
+    (Apply(stored("up", 6, 8), "abs", 1.5), 'apply(W("up", fp32[6, 8]), "abs", factor=1.5)'),
     (Dequantize(stored("up", 6, 8, fmt="int4z")), 'dequantize(W("up", fp32[6, 8], fmt="int4z"))'),
     (Shuffle(stored("up", 6, 8), "onednn"), 'shuffle(W("up", fp32[6, 8]), "onednn")'),
     (Cat((stored("a", 6, 3), stored("b", 6, 5)), 1), 'cat([W("a", fp32[6, 3]), W("b", fp32[6, 5])], dim=1)'),
@@ -157,6 +159,7 @@ NARROWED: dict[str, Recipe] = {
     "transposed experts": Transpose(EXPERTS),
     "transposed and joined": Cat((Transpose(stored("a", 3, 5)), stored("b", 2, 3))),
     "shifted": Cat((Shift(stored("a", 3, 4), 0.5), Shift(Slice(WIDE, 2, 6, 1), 0.25))),
+    "functions of elements": Cat((Apply(stored("a", 3, 4), "abs"), Apply(Slice(WIDE, 2, 6, 1), "scale"))),
     "experts": Stack(stored("e.{expert}", 3, 4), 1, 5),
     "experts of two tensors": Stack(Cat((stored("{expert}.gate", 2, 4), stored("{expert}.up", 2, 4))), 0, 3),
     "experts, transposed": Stack(Transpose(stored("e.{expert}", 4, 3)), 0, 3),
@@ -187,6 +190,23 @@ def test_a_narrowed_recipe_is_a_range_of_the_tensor_and_reads_nothing_else(recip
             needed = {int(value) // 1000 for value in expected.flatten()}
             assert {place[name] for name in checkpoint.was_read} == needed
             assert checkpoint.was_read == {leaf.name for leaf in leaves(part)}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("scale", [-6.0, 1.0]),
+        ("square", [36.0, 1.0]),
+        ("abs", [6.0, 1.0]),
+        ("rest_of_abs", [-5.0, 0.0]),
+    ],
+)
+def test_a_function_is_of_each_element_times_a_number(function: str, expected: list[float]):
+    recipe = Apply(W("a", Type("fp32", (2,))), function, 0.5)
+    checkpoint = Memory({"a": torch.tensor([-12.0, 2.0])})
+    assert evaluate(recipe, checkpoint).tolist() == expected
+    with pytest.raises(ValueError, match="apply: there is no function 'root'; functions: scale, square"):
+        Apply(recipe.part, "root")
 
 
 def test_a_range_of_a_range_counts_from_its_beginning():

@@ -112,6 +112,14 @@ def test_recurrent_layers_are_divided_by_heads(name: str, ranks: int, changes: d
     assert len(matrices) > 0 or "lfm2" in name
 
 
+def test_scales_of_channels_and_norms_ahead_of_the_last_linears_are_divided(tmp_path: Path):
+    model = tiny.save_changed("dory", tmp_path)
+    tokens = tiny.prompt(33)
+    made = logits_of_ranks([f"checkpoint={tmp_path}", "dtype=fp32"], tokens, Mesh(2))
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    assert torch.equal(*made)
+
+
 DELTA = """\
 def body(x: fp32[T, 8]):
     qkv = linear(x, W("qkv", fp32[18, 8]))

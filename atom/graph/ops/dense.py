@@ -96,15 +96,19 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul(a: Type, b: Type) -> Type:
-    of_all = ((1,), a.shape[-1:], (*a.shape[1:-1], 1))  # for all tokens the same
-    need(b in (a, a.with_last(1), *(Type(a.dtype, shape) for shape in of_all)), f"{a} and {b} differ")
+    of_all = ((1,), (*a.shape[1:-1], 1))  # for all tokens the same
+    is_of_rows = b in (a, a.with_last(1), *(Type(a.dtype, shape) for shape in of_all))
+    need(is_of_rows or (b.shape == a.shape[-1:] and b.dtype in (a.dtype, "fp32")), f"{a} and {b} differ")
     return a
 
 
 @op(_mul)
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., H], b [..., H], [..., 1], [H] or [1] -> [..., H]; heads a [T, N, D] also take b [N, 1]"""
-    return a * b
+    """a [..., H], b [..., H], [..., 1], [H] or [1] -> [..., H]; heads a [T, N, D] also take b [N, 1]
+
+    b [H] may be in fp32, for which the result is rounded once.
+    """
+    return (a * b).to(a.dtype)
 
 
 def _affine(x: Type, factor: Type, offset: Type) -> Type:

@@ -211,6 +211,14 @@ def piece(x0: {0}[A, 18], x1: i64[A], x2: {0}[A, 48], w0: {0}[6], w1: {0}[101, 1
     mul = generated.mul(x2, w2)
     return split, split_1, split_2, mul
 """,
+    "vectors for all rows": """\
+def piece(x0: {0}[A, 18], x1: {0}[A, 3, 6], w0: {0}[18], w1: fp32[18], w2: fp32[6]):
+    add = generated.add(x0, w0)
+    mul = generated.mul(add, w1)
+    mul_1 = generated.mul(x1, w2)
+    mul_2 = generated.mul(x0, w0)
+    return add, mul, mul_1, mul_2
+""",
     "weights scaled by expert": """\
 def piece(x0: fp32[A, 3], x1: i64[A, 3], w0: {0}[101]):
     scale_by_expert = generated.scale_by_expert(x0, x1, w0)

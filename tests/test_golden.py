@@ -36,6 +36,7 @@ TEXTS = {
     "mllama",
     "molmo2",
     "muse_glimmer",
+    "muse_spark",
     "paddleocr_vl",
     "paligemma",
     "paligemma2",

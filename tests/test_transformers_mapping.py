@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 122  # of the served ones, when this was last looked at
+NUM_RUNNING = 123  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -43,6 +43,9 @@ TEXTS = [
                           "qk_norm_type": "olmo", "attention_bias": True}),
     ("MuseGlimmerTextConfig", {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "post_norm_eps": 1e-2, "layer_rope_theta": [1000.0, 0, 1000.0],
                                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("MuseSparkTextConfig", {"head_dim": 16, "sliding_window": 9, "bos_token_id": 0, "post_norm_eps": 1e-2, "layer_rope_theta": [1000.0, 0, 1000.0],
+                             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "mlp_layer_types": ["sparse", "dense", "sparse"],
+                             "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_hidden_size": 28, "routed_scaling_factor": 1.7}),
     ("Step3p7TextConfig", {**tiny.EXPERTS, "pad_token_id": 1, "n_routed_experts": 6, "head_dim": 12, "share_expert_dim": 20, "sliding_window": 7,
                            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
 ]  # fmt: skip
@@ -74,6 +77,7 @@ ROPES = {  # whose defaults in the code are for larger heads, and of GLM's for f
 }
 WHOLE = {  # fields of the whole whose defaults do not fit
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "muse_spark": {"audio_config": {"patch_sizes": [2, 2], "hidden_sizes": [4, 6], "depths": [1, 1], "num_hidden_layers": 2, "out_hidden_size": 48}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1], "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}},
 }  # fmt: skip
 

@@ -36,6 +36,9 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         )
     if experts > 1 and not fewest:
         raise ConfigError(f"{given}: the model has no experts; leave it out")
+    if experts > 1 and any(mlp.expert_norm for mlp in model.mlps) and (data > 1 or experts < ranks):
+        whole = "experts whose results are normed are not divided by width, nor between groups"
+        raise UnsupportedError(f"{given}: {whole}; set it to parallel.tensor with parallel.data=1, or leave it out")
     if config.parallel.dispatch == "dispatch" and (data == 1 or experts == 1):
         needs = "groups whose ranks have experts of their own; set parallel=dp2_ep, or leave it out"
         raise ConfigError(f"parallel.dispatch=dispatch is for {needs}")

@@ -109,6 +109,9 @@ def check_model(config: Config) -> None:
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
     if not model.norm.weight and (model.norm.bias or model.norm.offset or model.norm.final_offset):
         raise ConfigError("model.norm.weight is false; bias and offset are of a norm that has one")
+    both = sorted({*model.norm.unweighted} & {*model.norm.weighs_input})
+    if both:
+        raise ConfigError(f"model.norm.weighs_input: {both[0]} is in model.norm.unweighted, too; leave it out of one")
     if not (model.norm.before or model.norm.after):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
     if not (model.embedding_norm or model.embedding_norm_weight):
@@ -534,6 +537,10 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
         raise UnsupportedError(f"{at}.down_norm=true is for kinds gated and plain, not for kind moe")
     if mlp.kind != "moe":
         return mlp
+    if mlp.expert_norm and (mlp.expert == "plain" or mlp.zero_experts):
+        raise UnsupportedError(f"{at}.expert_norm=true is for gated experts, all of which compute something")
+    if mlp.latent_norm and mlp.latent is None:
+        raise ConfigError(f"{at}.latent_norm=true: there is no latent; set {at}.latent, or leave it out")
     for name in ("experts", "top_k"):
         if getattr(mlp, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")

@@ -60,6 +60,8 @@ class NormConfig:
     kind: str = one_of("rms", "layer", "l2")  # layer: with a mean; l2: to the length 1
     eps: float = number(1e-6, 0)  # added to the variance; l2: to the squared length
     weight: bool = True  # false: none is stored
+    unweighted: list[str] = field(default_factory=list)  # roles of norms of which none is, besides
+    weighs_input: list[str] = field(default_factory=list)  # roles of norms whose weight is of what they read
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
     final_offset: float | None = None  # of the last norm; null: offset
@@ -158,6 +160,7 @@ class RouterConfig:
     top_groups: int = number(1, 1, INT32)  # that a token chooses from
     renormalize: bool = False  # weights add up to 1
     scale: float = number(1.0, 0, above=True)  # of the weights
+    logits_scale: float | None = number(None, 0, above=True)  # null: 1
     scale_by_expert: bool = False  # the weights are multiplied with a stored number of each expert
     hidden: int | None = number(None, 1, INT32)  # width of an mlp that it is; null: it is a linear
     carried: bool = False  # what the first linear of that mlp gives is added to that of the next layer, by channel
@@ -195,6 +198,8 @@ class MLPConfig:
     zero_experts: int = number(0, 0, MAX_EXPERTS)  # moe: that tokens choose like others, and compute nothing
     zero_gives: str = one_of("input", "nothing")  # moe: what these give
     after_norm: bool = False  # moe: the sum of experts is normed, by the role moe_norm
+    expert_norm: bool = False  # moe: what each expert gives is normed, by the role expert_after_norm
+    latent_norm: bool = False  # moe: the latent is normed
     transposed: bool = False  # moe: plain experts are stored [in, out]
     interleaved: bool = False  # moe: gate and up are stored in turns
     every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple
@@ -339,9 +344,9 @@ class ChannelScaleConfig:
 
 @dataclass
 class ResidualGateConfig:
-    """How far a block moves the hidden states towards what it gives, by channel, in place of adding that to them."""
+    """Shares of the hidden states and of what a block gives, by channel, whose sum replaces that of both."""
 
-    kind: str = one_of("none", "abs")  # by 0: not at all, by 1: they become it; abs: by the size of a stored vector
+    kind: str = one_of("none", "abs", "sigmoid")  # of a stored vector: shares add up to 1; sigmoid: their squares do
     factor: float = number(1.0, 0, above=True)  # of that vector
 
 

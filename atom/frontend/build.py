@@ -63,13 +63,16 @@ def build(
 
 
 def check_scales(model: ModelConfig, read: Collection[str]) -> None:
-    """Check that each of model.scales and of channel_scales is of something that the model has.
+    """Check that each name in model.scales, channel_scales and norm is of something that the model has.
 
     read: the names of those that were
     """
     for name, scale in model.scales.items():
         if scale != 1 and name not in read:
             raise ConfigError(f"model.scales.{name}={scale}: no linear of this model is scaled so; leave it out")
+    for name in (*model.norm.unweighted, *model.norm.weighs_input):
+        if name not in read:
+            raise ConfigError(f"model.norm: no norm of this model has the role {name}; leave it out")
     for name in model.channel_scales:
         if f"{name}_channels" not in read:
             raise ConfigError(f"model.channel_scales.{name}: no linear of this model is scaled so; leave it out")

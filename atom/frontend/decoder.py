@@ -25,7 +25,10 @@ from atom.graph import Apply, Dequantize, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import narrow, padded
 
 RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
-SHARES = {"abs": ("rest_of_abs", "abs")}  # kind of a residual gate -> functions of what the block is added to and gives
+SHARES = {  # kind of a residual gate -> functions of its vector: shares of what a block is added to, of what it gives
+    "abs": ("rest_of_abs", "abs"),
+    "sigmoid": ("rest_of_sigmoid", "sigmoid"),
+}
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 

@@ -88,6 +88,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
     """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
     weights, ids = _choose(writer, router_input(writer, x, layer) if mlp.router.own_norm else h, mlp, layer)
     read = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
+    read = writer.norm(read, "latent_norm", layer, name="latent") if mlp.latent_norm else read
     if mlp.router.weighs == "inputs":
         read, weights = writer.call(ops.weigh_inputs, read, weights, name=("weighed", "ones"))
     y = _experts(writer, read, weights, ids, mlp, layer)
@@ -104,6 +105,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
 
 def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, Node]:
     """weights fp32[T, k] and ids i64[T, k] of each token's experts; those after the last one give their input."""
+    h = writer.scale(h, mlp.router.logits_scale)
     router, experts = mlp.router, required(mlp.experts) + mlp.zero_experts
     h = h if router.hidden is None else _route(writer, h, router, layer)
     scores, names = writer.matrix("router", (experts, router.hidden or writer.model.hidden), layer), ("weights", "ids")
@@ -174,12 +176,29 @@ def _experts(writer: Writer, x: Node, weights: Node, ids: Node, mlp: MLPConfig, 
     if mlp.expert == "plain":
         y: Node = writer.call(ops.plain_experts, x, weights, ids, *recipes, kind=mlp.activation, name="y")
         return y
+    if mlp.expert_norm:
+        return _normed_experts(writer, x, weights, ids, recipes, mlp, layer)
     if mlp.zero_experts:  # of the experts that tokens choose some are none of these
         recipes = [*recipes, *([] if mlp.bias else [None, None]), Full(0, Type("i64", (1,)))]
     act = writer.act_of_experts(*recipes[:2])
     y = writer.call(
         ops.experts, x, weights, ids, *recipes, **gate_rule(mlp, writer.model.layer_like(layer)), act=act, name="y"
     )
+    return y
+
+
+def _normed_experts(
+    writer: Writer, x: Node, weights: Node, ids: Node, recipes: list[Any], mlp: MLPConfig, layer: int
+) -> Node:
+    """Experts, with a norm of what each of them gives ahead of the sum."""
+    gate_up, down, gate_up_bias, down_bias = (*recipes, None, None)[:4]
+    grouped, order, ends = writer.call(ops.group, x, ids, experts=mlp.experts, name=("grouped", "order", "ends"))
+    both = writer.call(ops.grouped_linear, grouped, gate_up, ends, gate_up_bias, name="gate_up")
+    rule = gate_rule(mlp, writer.model.layer_like(layer))
+    m = writer.call(ops.gated_activate, both, **rule, name="m")
+    rows = writer.call(ops.grouped_linear, m, down, ends, down_bias, name="down")
+    rows = writer.norm(rows, "expert_after_norm", layer, name="down")
+    y: Node = writer.call(ops.combine, rows, weights, order, name="y")
     return y
 
 

@@ -40,7 +40,7 @@ class Writer:
     cache_dtype: str
     quant: QuantConfig
     prefix: str = ""  # ahead of the names of weights and caches
-    scaled: set[str] = field(default_factory=set)  # names in model.scales that were read
+    scaled: set[str] = field(default_factory=set)  # names in model.scales, channel_scales and norm that were read
     carried: dict[str, Node] = field(default_factory=dict)  # by role, what a layer hands to later ones
     stream: int | None = None  # of several, of which each has weights of its own
 
@@ -135,15 +135,22 @@ class Writer:
         ones = Full(1.0, Type(self.dtype, shape))
         if norm.kind == "l2":  # the length is the root of the mean square times that of the number of channels
             eps, ones = eps / int(shape[-1]), Full(int(shape[-1]) ** -0.5, Type("fp32", shape))
-        if weight_of_heads == "none":
+        self.scaled.add(role)
+        if role in norm.weighs_input:
+            x = self.call(ops.mul, x, self._norm_weight(role, shape, layer, offset), name=name)
+        if weight_of_heads == "none" or role in (*norm.unweighted, *norm.weighs_input):
             unweighted: Node = self.call(NORMS[norm.kind], x, ones, eps=eps, name=name)
             return unweighted
-        weight: Recipe = self.weight(role, shape, layer) if norm.weight else ones
-        if offset:  # in float32, so that a small weight is not rounded away
-            weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), offset)
+        weight = self._norm_weight(role, shape, layer, offset) if norm.weight else ones
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
         normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=eps, name=name)
         return normed
+
+    def _norm_weight(self, role: str, shape: tuple[int, ...], layer: int | None, offset: float) -> Recipe:
+        if not offset:
+            return self.weight(role, shape, layer)
+        # in float32, so that a small weight is not rounded away
+        return Shift(W(self.weight_name(role, layer), Type("fp32", shape)), offset)
 
     def scale(self, x: Node, by: float | None) -> Node:
         """x times a number, None for 1"""

@@ -187,7 +187,7 @@ class Apply:
         return self.part.type
 
 
-FUNCTIONS = ("scale", "square", "abs", "rest_of_abs")  # of elements, see `atom.weights.evaluate`
+FUNCTIONS = ("scale", "square", "abs", "rest_of_abs", "sigmoid", "rest_of_sigmoid")  # see `atom.weights.evaluate`
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ All this is of the ranks along `tensor`. Along `data`, ranks have tokens of thei
                                                     y = experts(rows, row_weights, row_ids, …)    # of its experts
                                                     y = reduce_scatter(y, axis="data", ranks=2)
 
-If context.dispatches, `dispatch` and `collect` take the places of the two collectives.
+If context.dispatches, `dispatch` and `collect` take the places of the two collectives. Experts in several calls, each
+of which has a norm of its own, keep their width: a rank has some of them, or all.
 """
 
 from __future__ import annotations
@@ -390,6 +391,22 @@ class _Writer:
             y = self._made.call(ops.reduce_scatter, y, **meeting, name=node.name)
         self._keep(node, y, PARTIAL if self._mesh.tensor > 1 else WHOLE)
 
+    def group(self, node: Node) -> None:
+        """Rows of the experts that are here; those of others come last."""
+        x, ids = map(self.whole, node.args)
+        own = -(-int(node.kwargs["experts"]) // self._mesh.experts)
+        first = [] if self._mesh.experts == 1 else [Offset("experts", self._mesh.experts, own)]
+        self._call(node, ops.group, x, ids, *first, state=WHOLE, experts=own)
+
+    def grouped_linear(self, node: Node) -> None:
+        x, weight, ends, *biases = node.args
+        weight, *biases = (each and self._share(each, "experts") for each in (weight, *biases))
+        self._call(node, ops.grouped_linear, self.whole(x), weight, self._value(ends), *biases, state=WHOLE)
+
+    def combine(self, node: Node) -> None:
+        state = WHOLE if self._mesh.experts == 1 else PARTIAL
+        self._call(node, ops.combine, *map(self.whole, node.args), state=state)
+
     def whole(self, arg: Any) -> Any:
         """The whole value of an argument, summed or gathered over the ranks if need be."""
         if not isinstance(arg, Node) or self._states[arg] == WHOLE:
@@ -591,6 +608,9 @@ HANDLERS: dict[Any, Handler] = {
     ops.mul: _Writer.mul,
     ops.add: _Writer.add,
     ops.experts: _Writer.experts,
+    ops.group: _Writer.group,
+    ops.grouped_linear: _Writer.grouped_linear,
+    ops.combine: _Writer.combine,
     ops.scale: _Writer.follow,
     ops.clamp: _Writer.element_by_element,
     ops.gated_activate: _Writer.gated,

@@ -47,11 +47,14 @@ Place = Callable[[Recipe, Loaded], Loaded]  # takes a weight to another place
 
 AT_ONCE = 1 << 20  # elements
 WORD = 8  # max rows that share int32 words
+LEAST_KEPT = 1e-3  # variance
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "scale": lambda x: x,
     "square": torch.square,
     "abs": torch.abs,
     "rest_of_abs": lambda x: 1 - x.abs(),
+    "sigmoid": torch.sigmoid,
+    "rest_of_sigmoid": lambda x: (torch.sigmoid(-x) * (1 + torch.sigmoid(x))).clamp(min=LEAST_KEPT).sqrt(),
 }
 
 

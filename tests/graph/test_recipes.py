@@ -199,12 +199,14 @@ def test_a_narrowed_recipe_is_a_range_of_the_tensor_and_reads_nothing_else(recip
         ("square", [36.0, 1.0]),
         ("abs", [6.0, 1.0]),
         ("rest_of_abs", [-5.0, 0.0]),
+        ("sigmoid", [0.00247262316, 0.73105857863]),  # 1 / (1 + e^6), 1 / (1 + 1/e)
+        ("rest_of_sigmoid", [0.99999694306, 0.68231470350]),  # the root of 1 less the square of that
     ],
 )
 def test_a_function_is_of_each_element_times_a_number(function: str, expected: list[float]):
     recipe = Apply(W("a", Type("fp32", (2,))), function, 0.5)
     checkpoint = Memory({"a": torch.tensor([-12.0, 2.0])})
-    assert evaluate(recipe, checkpoint).tolist() == expected
+    assert evaluate(recipe, checkpoint).tolist() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="apply: there is no function 'root'; functions: scale, square"):
         Apply(recipe.part, "root")
 

@@ -30,7 +30,7 @@ def report_engine(
     if reads_more(config.hf):
         more = "images" if config.hf.keys() & {"vision_config", "vit_config"} else "sound"
         say(f"{config.checkpoint} also reads {more}; here only its text model runs")
-    for text in (_describe_unread_rope(config), _describe_sampling(config)):
+    for text in (_describe_unread_rope(config), _describe_unread_prefix(config), _describe_sampling(config)):
         if text:
             say(text)
 
@@ -83,6 +83,14 @@ def _describe_unread_rope(config: Config) -> str:
         return ""
     unread = f"rope_parameters.partial_rotary_factor={part} of config.json is not applied by model={config.model.name}"
     return f"{unread}, as in most families of transformers; model.attention.rope.partial={part} applies it"
+
+
+def _describe_unread_prefix(config: Config) -> str:
+    """Say that attention is causal though config.json is of a prefix LM; empty for others."""
+    if config.hf.get("prefix_lm") is not True:
+        return ""
+    causal = "prefix_lm=true of config.json is not applied: the tokens of a prompt do not attend to later ones"
+    return f"{causal}, as in transformers without token_type_ids; in vLLM they do"
 
 
 def _describe_sampling(config: Config) -> str:

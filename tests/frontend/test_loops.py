@@ -109,6 +109,15 @@ def test_loops_over_sections_survive_chunks_batches_prefix_hits_and_preemption(n
     engine.close()
 
 
+def test_a_start_says_that_prompts_of_a_prefix_lm_are_causal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    line = "prefix_lm=true of config.json is not applied: the tokens of a prompt do not attend to later ones"
+    for is_prefix_lm in (True, False):
+        folder = tmp_path / str(is_prefix_lm)
+        tiny.save_changed("hrm_text", folder, prefix_lm=is_prefix_lm)
+        LLMEngine(model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22).close()
+        assert (line in capsys.readouterr().err) == is_prefix_lm
+
+
 def test_sections_that_do_not_fit_are_refused(tmp_path: Path):
     tiny.save_changed("hrm_text", tmp_path)
     checkpoint = f"checkpoint={tmp_path}"

@@ -73,16 +73,17 @@ def places_by(call: Node) -> Iterator[tuple[str, Place]]:
         yield from zip(
             (node.name for node in results_of(call)), (Place(module, "weights"), Place(module, "ids")), strict=True
         )
-    elif call.target is ops.linear and not all(map(is_stored, call.args[2:])):
-        return  # its bias is not the module's
+    elif call.target is ops.linear and not all(is_of(arg, module) for arg in call.args[1:]):
+        return  # what the module gives lacks a bias that is not stored, or stored elsewhere
     elif call.target in NORMS or (call.target is ops.linear and isinstance(weight, W)):  # a norm's may be shifted
         yield call.name, Place(module, "output")
     elif call.target is ops.linear and isinstance(weight, Slice) and (weight.dim, weight.step) == (0, 1):
         yield call.name, Place(module, "output", (weight.start, weight.stop))
 
 
-def is_stored(bias: Recipe | None) -> bool:
-    return bias is None or any(leaves(bias))
+def is_of(recipe: Recipe | None, module: str) -> bool:
+    """Whether a recipe, if there is one, is of stored tensors, all of them a module's."""
+    return recipe is None or {leaf.name.rpartition(".")[0] for leaf in leaves(recipe)} == {module}
 
 
 def run_reference(

@@ -185,6 +185,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": {**YARN_MSCALE, "original_max_position_embeddings": 16,
                                                                             "llama_4_scaling_beta": 0.4}}),
+    "beam": ("BeamConfig", {**EXPERTS, "num_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 14, "sliding_window": 20, "final_logit_softcapping": 3.0,
+                            "routed_scaling_factor": 1.0, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "hunyuan_dense": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
                                                                                    "factor": 1.0}}),
 }  # fmt: skip

@@ -71,7 +71,7 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
 )
 
 
@@ -201,6 +201,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     check_cca(attention, kv_heads * head_dim, at)
     if attention.gate == "none" and attention.gate_act != "sigmoid":
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
+    if attention.gate_bias and attention.gate != "element":
+        raise ConfigError(f"{at}.gate_bias=true is for gate=element, not for gate={attention.gate}; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
     if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):

@@ -92,6 +92,7 @@ class RopeConfig:
     mscale: float | None = number(None, 0, 1_000_000)  # yarn
     mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn
     query_growth: float = number(0.0, 0)  # queries times 1 + it * ln(1 + position // original_max_position)
+    growth_kind: str = one_of("log", "power")  # power: times (1 + position / original_max_position) ** query_growth
     growth_offset: int = number(0, 0, INT32)  # added to the position that query_growth divides
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
@@ -114,6 +115,7 @@ class AttentionConfig:
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of rope and norms of heads
     gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
     gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
+    gate_bias: bool = False  # gqa, gate=element: on it, a number for each head
     o_norm: str = one_of("none", "whole", "per_head")  # gqa: of what o reads; per_head: ahead of the gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
@@ -476,8 +478,8 @@ class ModelConfig:
     streams: StreamsConfig = field(default_factory=StreamsConfig)
     layer_scalar: bool = False  # what a layer gives is multiplied with a stored number
     residual: str = one_of(
-        "sequential", "normed", "parallel", "parallel_norms"
-    )  # normed: a block is added to what it reads; parallel: attention and mlp read one norm
+        "sequential", "normed", "depth_scaled", "parallel", "parallel_norms"
+    )  # normed: added to what a block reads; depth_scaled: sums of n over the root of n; parallel: blocks read one norm
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer

@@ -12,7 +12,7 @@ from atom.frontend.cca import project_cca
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Full, Recipe, Type, W, ops
+from atom.graph import KV, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.recipe_ranges import cat
 from atom.graph.recipes import Measured
@@ -55,7 +55,7 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         a = weigh(writer, a, gate, attention)
     a = writer.call(ops.merge_heads, a, name="a")
     if attention.gate == "element":
-        gate = writer.scale_channels(writer.linear(h, "o_gate", heads * value_dim, False, layer), "o_gate", layer)
+        gate = gate_by_element(writer, h, attention, value_dim, layer)
     if attention.gate in ("query", "element"):
         a = weigh(writer, a, required(gate), attention)
     if attention.o_norm == "whole":
@@ -146,6 +146,15 @@ def alibi_slopes(heads: int, scale: float) -> Recipe:
     return cat(tuple(Full(2 ** (-8 * step) * scale, Type("fp32", (1,))) for step in steps))
 
 
+def gate_by_element(writer: Writer, h: Node, attention: AttentionConfig, dims: int, layer: int) -> Node:
+    """The gate [T, N dims] that a linear of its own gives; its bias, if any, is a number for each head."""
+    rows, bias = attention.heads * dims, None
+    if attention.gate_bias:
+        by_head = W(writer.name("o_gate_bias", layer), Type(writer.dtype, (attention.heads,)))
+        bias = Repeat(by_head, dims, 0, rows)
+    return writer.scale_channels(writer.linear(h, "o_gate", rows, False, layer, bias), "o_gate", layer)
+
+
 def weigh(writer: Writer, a: Node, gate: Node, attention: AttentionConfig) -> Node:
     """a [...] times its activated gate, of one shape or with one number in the last dim"""
     weights = writer.call(ops.activate, gate, kind=attention.gate_act, name="gate")
@@ -218,6 +227,8 @@ def make_rotary(writer: Writer, positions: Node, rope: RopeConfig, attention: At
         return cos, sin
 
     growth: dict[str, Any] = {"growth": rope.query_growth, "period": rope.original_max_position}
+    if rope.growth_kind == "power":
+        growth["power"] = True
     if rope.growth_offset:
         growth["offset"] = rope.growth_offset
 

@@ -15,7 +15,7 @@ from itertools import islice
 
 from torch.fx import Node
 
-from atom.config import Group, SectionConfig
+from atom.config import Group, ModelConfig, SectionConfig
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
@@ -234,19 +234,28 @@ def write_layer(
         return total
 
     h, later = input_of(x, *blocks[0]) if h is None else h, None
-    if model.residual in ("sequential", "normed"):
+    if not model.residual.startswith("parallel"):
         for place, (group, role) in enumerate(blocks):
             h = input_of(x, group, role) if place else h
             if group.later is not None:
                 later = write_block(writer, h, group.later, rotary, layer, x)
             base = kept(h if model.residual == "normed" else x, group)
             y = writer.scale(given(x, h, group, role), model.residual_scale)
+            if model.residual == "depth_scaled":
+                num_terms = num_blocks_before(model, layer) + place + 2  # the embedding's, and this one
+                base = writer.scale(base, ((num_terms - 1) / num_terms) ** 0.5)
+                y = writer.scale(y, num_terms**-0.5)
             x = add(*weigh_residual(writer, base, y, role, layer))
         return x if earlier is None else add(x, earlier), later
     read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
     all_given = [given(x, each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale)), None
+
+
+def num_blocks_before(model: ModelConfig, layer: int) -> int:
+    """The number of blocks, or groups of these, that layers before a layer add to the hidden states."""
+    return sum(len(model.groups_of(each)) for each in range(layer))
 
 
 def weigh_residual(writer: Writer, x: Node, y: Node, role: str, layer: int) -> tuple[Node, Node]:

@@ -52,16 +52,23 @@ class Writer:
             return replace(arg, name=self.prefix + arg.name)
         return renamed(arg, lambda name: self.prefix + name) if isinstance(arg, Recipe) else arg
 
-    def linear(self, x: Node, role: str, rows: int, has_bias: bool, layer: int | None = None) -> Node:
-        """x [T, I] -> [T, rows]"""
-        return self.linears(x, {role: rows}, has_bias, layer)[0]
+    def linear(
+        self, x: Node, role: str, rows: int, has_bias: bool, layer: int | None = None, bias: Recipe | None = None
+    ) -> Node:
+        """x [T, I] -> [T, rows]
+
+        bias: in place of the one that has_bias says is stored.
+        """
+        return self.linears(x, {role: rows}, has_bias, layer, biases=None if bias is None else [bias])[0]
 
     def linears(
-        self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, num_chunks: int = 1
-    ) -> list[Node]:
+        self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, num_chunks: int = 1,
+        biases: list[Recipe] | None = None,
+    ) -> list[Node]:  # fmt: skip
         """x [T, I] -> for each role [T, rows]
 
         num_chunks: see `parts`.
+        biases: of the roles, in place of those that has_bias says are stored.
         """
         inner = x.meta["type"].shape[-1]
 
@@ -73,10 +80,11 @@ class Writer:
 
         weights = self.parts(rows, stored, layer, num_chunks=num_chunks)
         args = [weights]
-        if has_bias:
-            args.append(
-                self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks)
+        if biases is None and has_bias:
+            biases = self.parts(
+                rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks
             )
+        args += [biases] if biases else []
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
         made = (self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True))
         return [self.scale_as(y, role) for role, y in zip(rows, made, strict=True)]

@@ -898,6 +898,18 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
 }
 OWN_SIZES = {  # of a file that takes no others
     "baichuan": {"vocab_size": 64000},
+    "beam": {
+        "head_dim": 12,
+        "sliding_window": 8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "chatglm": {"num_layers": 3, "padded_vocab_size": 101, "seq_length": 256, "ffn_hidden_size": 32, "kv_channels": 16},
     "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "num_experts": 0},
     "stablelm": {"hidden_size": 64},

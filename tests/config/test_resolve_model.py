@@ -108,6 +108,7 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("", ["model.attention.gate=query", "model.attention.qkv_chunks=2"], "model.attention.qkv_chunks=2: a query gate is stored with q alone; leave it out"),
         ("", ["model.attention.qkv_chunks=3"], "model.attention.qkv_chunks=3 does not divide heads=4 and kv_heads=2"),
         ("", ["model.attention.gate_act=softplus"], "model.attention.gate_act=softplus: the output has no gate; leave it out"),
+        ("", ["model.attention={gate: head, gate_bias: true}"], "model.attention.gate_bias=true is for gate=element, not for gate=head; leave it out"),
         ("", ["model.attention.value_dim=99"], "model.attention.value_dim=99 is more than head_dim=12, the dims of keys; values of fewer dims are supported"),
         ("", ["model.attention={kind: mla, kv_rank: 8, nope_dim: 5, rope_dim: 4, value_dim: 4}", "model.attention.rope.query_growth=0.1"],
          "model.attention.rope.query_growth: nope_dim=5 is odd, queries grow by pairs"),

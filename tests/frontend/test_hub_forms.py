@@ -214,6 +214,11 @@ def experts_apart(tensors: Tensors) -> Tensors:
 
 
 FORMS = {
+    "beam": HubForm(
+        "vllm/models/beam/nvidia/model.py, transformers_utils/configs/beam.py; reflection/Beam-1.0-501B-A23B",
+        changes={"routed_scaling_factor": 2.5, "norm_topk_prob": False, "final_logit_softcapping": None},
+        without=("attention_bias",),
+    ),
     "lfm2": HubForm(
         f"{VLLM}/lfm2.py; LiquidAI/LFM2-350M",
         changes={"block_ffn_dim_multiplier": 1.3},
@@ -711,7 +716,18 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32", *form.overrides]), model)
 
 
-UNDER_OTHER_NAMES = ["axk1", "cohere2_moe", "dory", "flint", "hrm_text", "hy_v3", "kolibri1", "longcat_flash", "phimoe"]
+UNDER_OTHER_NAMES = [
+    "axk1",
+    "beam",
+    "cohere2_moe",
+    "dory",
+    "flint",
+    "hrm_text",
+    "hy_v3",
+    "kolibri1",
+    "longcat_flash",
+    "phimoe",
+]
 
 
 @pytest.mark.sampled(2)

@@ -41,6 +41,7 @@ CALLS = [
     (ops.merge_heads, ("bf16[T, 6, 4]",), {}),
     (ops.rotary, ("i64[T]", "fp32[2]"), {}),
     (ops.rotary, ("i64[T]", "fp32[2]"), {"growth": 0.1, "period": 16, "offset": 1}),
+    (ops.rotary, ("i64[T]", "fp32[2]"), {"growth": 0.1, "period": 16, "power": True}),
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 1]", "fp32[T, 1]"), {}),
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 2]", "fp32[T, 2]"), {"interleaved": True}),
     (ops.sparse_mixer, ("bf16[T, 24]", "bf16[8, 24]"), {"jitter": 0.01}),

@@ -32,23 +32,28 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def _rotary(positions: Type, freqs: Type, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
-            offset: int = 0) -> tuple[Type, Type]:  # fmt: skip
+            offset: int = 0, power: bool = False) -> tuple[Type, Type]:  # fmt: skip
     made = Type("fp32", (*positions.shape, *freqs.shape))
     return made, made
 
 
 @op(_rotary)
 def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
-           offset: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           offset: int = 0, power: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """positions i64[T], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale
 
     growth: and times 1 + growth * ln(1 + (position + offset) // period), as for queries of Llama 4 (Meta 2025).
+    power: instead times (1 + (position + offset) / period) ** growth, as for queries of Beam (Reflection AI 2026).
     """
     angles = positions.float().unsqueeze(-1) * freqs
     cos, sin = angles.cos() * scale, angles.sin() * scale
     if not growth:
         return cos, sin
-    grown = 1.0 + growth * torch.log1p(((positions + offset) // period).float()).unsqueeze(-1)
+    counted = (positions + offset).unsqueeze(-1)
+    if power:
+        grown = torch.exp(growth * torch.log1p(counted / period))
+    else:
+        grown = 1.0 + growth * torch.log1p((counted // period).float())
     return cos * grown, sin * grown
 
 

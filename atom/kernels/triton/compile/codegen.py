@@ -394,8 +394,10 @@ class _Kernel:
         trig, scale = ("cos", "sin")[node.args[1]], str(float(call.kwargs.get("scale", 1.0)))
         if growth := float(call.kwargs.get("growth", 0.0)):
             counted = f"({self._value(positions, at[:-1], tile)} + {int(call.kwargs.get('offset', 0))})"
-            periods = f"({counted} // {int(call.kwargs['period'])}).to(tl.float32)"
-            scale += f" * (1.0 + {growth} * tl.log(1.0 + {periods}))"
+            is_power = call.kwargs.get("power", False)
+            periods = f"({counted} {'/' if is_power else '//'} {int(call.kwargs['period'])}).to(tl.float32)"
+            logarithm = f"{growth} * tl.log(1.0 + {periods})"
+            scale += f" * tl.exp({logarithm})" if is_power else f" * (1.0 + {logarithm})"
         return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")
 
     def _rope(self, node: Node, at: At, tile: _Tile) -> str:

@@ -249,8 +249,12 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
 
 
 def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
-    """`${stated:key,default}`: the value at the top of config.json, null included; the default without one."""
-    return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
+    """`${stated:key,default}`: the value of config.json, null included; the default without one."""
+    found: Any = OmegaConf.get_cache(_root_).get("hf")
+    *objects, last = key.split(".")
+    for part in objects:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found.get(last, default) if isinstance(found, Mapping) else default
 
 
 def look_up_same(key: str, *, _root_: DictConfig, _node_: Any) -> Any:

@@ -561,7 +561,14 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
     score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
     width = mlp.shared_width or mlp.shared * mlp.width
     shared_bias = mlp.bias if mlp.shared_bias is None else mlp.shared_bias
-    return replace(mlp, router=replace(router, score=score), shared_width=width or None, shared_bias=shared_bias)
+    down_transposed = mlp.transposed if mlp.down_transposed is None else mlp.down_transposed
+    return replace(
+        mlp,
+        router=replace(router, score=score),
+        shared_width=width or None,
+        shared_bias=shared_bias,
+        down_transposed=down_transposed,
+    )
 
 
 def check_router(mlp: MLPConfig, at: str) -> None:

@@ -203,6 +203,7 @@ class MLPConfig:
     expert_norm: bool = False  # moe: what each expert gives is normed, by the role expert_after_norm
     latent_norm: bool = False  # moe: the latent is normed
     transposed: bool = False  # moe: plain experts are stored [in, out]
+    down_transposed: bool | None = None  # moe: their down projections are; null: as transposed
     interleaved: bool = False  # moe: gate and up are stored in turns
     every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple
     first: int = number(0, 0, INT32)  # the first layer that it takes

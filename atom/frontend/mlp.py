@@ -222,7 +222,8 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
             if columns is None:
                 return W(name, Type(writer.dtype, (*leading, n)))
             weight = writer.stored(name, (*leading, n, columns))
-            if mlp.transposed and weight.type.fmt is None:
+            is_transposed = mlp.down_transposed if role == "experts_down" else mlp.transposed
+            if is_transposed and weight.type.fmt is None:
                 return Transpose(W(name, Type(writer.dtype, (*leading, columns, n))))
             return weight
 

@@ -78,10 +78,12 @@ def _some(names: list[str]) -> str:
 def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
     """Whether a tensor has a type's shape, but for dims of 1: a scale may be stored as [], [1] or [1, 1].
 
-    Blocks of bytes may be stored one after the other, as rows.
+    Blocks of bytes may be stored one after the other, as rows, and the matrices of experts as one of all their rows.
     """
     dims = [int(dim) for dim in type.shape]
     shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
+    if len(dims) == 3 and type.fmt is None:
+        shapes.append([math.prod(dims[:2]), dims[2]])
     return [dim for dim in stored if dim != 1] in [[dim for dim in shape if dim != 1] for shape in shapes]
 
 

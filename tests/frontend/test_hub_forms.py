@@ -507,6 +507,15 @@ FORMS = {
         fields={"first_k_dense_replace": 1, "rope_theta": 10000.0},
         without=("mlp_layer_types", "rope_parameters"),
     ),
+    "dbrx": HubForm(
+        f"{VLLM}/dbrx.py; databricks/dbrx-instruct",
+        changes={"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 5e5},
+                 "ffn_config": {"ffn_hidden_size": 28, "moe_num_experts": 6, "moe_top_k": 3, "moe_normalize_expert_weights": None}},
+        fields={"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "model_type": "", "rope_theta": 500000},
+                "ffn_config": {"ffn_hidden_size": 28, "model_type": "", "moe_jitter_eps": 0.01, "moe_loss_weight": 0.05, "moe_num_experts": 6, "moe_top_k": 3,
+                               "moe_normalize_expert_weights": None}},
+        without=("rope_parameters", "num_key_value_heads"),
+    ),
     "longcat_flash": HubForm(
         f"{VLLM}/longcat_flash.py; meituan-longcat/LongCat-Flash-Chat",
         fields={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "router_bias": False, "norm_topk_prob": False,
@@ -765,6 +774,14 @@ REFUSED = {
     "heads that the tensors do not have": (
         "qwen3_next", {"linear_num_value_heads": 4}, (), [],
         r"tensor model.layers.0.linear_attn.in_proj_qkvz.weight is \[124, 48\], the model expects \[96, 48\]",
+    ),
+    "two bases of one rope": (
+        "dbrx", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, (), [],
+        r"rope_parameters.rope_theta=10000.0 in its config.json is not supported \(supported: 500000.0\)",
+    ),
+    "weights that are divided by a norm": (
+        "dbrx", {"ffn_config": {"ffn_hidden_size": 28, "moe_num_experts": 6, "moe_top_k": 3, "moe_normalize_expert_weights": 2.0}}, (), [],
+        r"ffn_config.moe_normalize_expert_weights=2.0 in its config.json is not supported \(supported: 1\)",
     ),
     "heads that groups do not divide": (
         "bamba", {"mamba_n_groups": 4}, (), [],

@@ -26,6 +26,7 @@ MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model"
 ABSTRACT = {"auto", "decoder", "eagle3"}  # no models by themselves
 TEXTS = {
     "cosmos3_edge",
+    "ernie4_5_vl_moe",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",

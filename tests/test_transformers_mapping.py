@@ -25,7 +25,7 @@ from atom.jobs.port.tiny import make_model, randomize, shrink
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 IMAGES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 LISTED = {name for file in model_files() for name in file.spec.get("architectures") or ()}
-NUM_RUNNING = 125  # of the served ones, when this was last looked at
+NUM_RUNNING = 126  # of the served ones, when this was last looked at
 
 
 def pairs(mapping: dict[str, Any]) -> list[tuple[str, str]]:
@@ -38,6 +38,7 @@ RUNS = [(kind, name) for kind, name in pairs(CAUSAL) if name in LISTED and not n
 
 
 TEXTS = [
+    ("Ernie4_5_VLMoeTextConfig", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": [24, 20], "moe_num_shared_experts": 2}),
     ("MllamaTextConfig", {"cross_attention_layers": [0, 2], "bos_token_id": 0, "eos_token_id": 0}),
     ("Molmo2TextConfig", {"head_dim": 16, "additional_vocab_size": 7, "rope_parameters": tiny.LINEAR, "rope_scaling_layers": [0, 2], "norm_after": True,
                           "qk_norm_type": "olmo", "attention_bias": True}),
@@ -67,6 +68,7 @@ def config_of(kind: str) -> Any:
 
 GLM = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 ROPES = {  # whose defaults in the code are for larger heads, and of GLM's for files without a field that all have
+    "ernie4_5_vl_moe": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 2, 2]},
     "glm4v": GLM,
     "glm46v": GLM,
     "glmga": GLM,

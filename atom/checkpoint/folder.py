@@ -32,7 +32,7 @@ OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with one for 
 TEXT_CONFIGS = ("text_config", "llm_config")  # objects in config.json with the fields of a whole model's text
 NO_TEXT = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
-    r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector"
+    r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector|resampler_model"
     r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio|layerwise_projectors|spatial_projectors"
     r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm|vision_adapter|vision_backbone|qformer|query_tokens|language_projection)(\.|$)"
 )

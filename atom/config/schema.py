@@ -158,6 +158,7 @@ class RouterConfig:
     weighs: str = one_of("outputs", "inputs")  # of experts; inputs: for top_k 1
     jitter: float = number(0.01, 0, 1, above=True)  # sparsemixer: half of what logits are below the best, at most
     bias: bool = False  # on the logits
+    transposed: bool = False  # stored [hidden, experts]
     groups: int = number(1, 1, INT32)  # of experts
     top_groups: int = number(1, 1, INT32)  # that a token chooses from
     renormalize: bool = False  # weights add up to 1

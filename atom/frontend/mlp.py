@@ -108,14 +108,15 @@ def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, 
     h = writer.scale(h, mlp.router.logits_scale)
     router, experts = mlp.router, required(mlp.experts) + mlp.zero_experts
     h = h if router.hidden is None else _route(writer, h, router, layer)
-    scores, names = writer.matrix("router", (experts, router.hidden or writer.model.hidden), layer), ("weights", "ids")
+    scores, names = _scores(writer, router, experts, layer), ("weights", "ids")
     if router.method == "sparsemixer":
         mixed: tuple[Node, Node] = writer.call(ops.sparse_mixer, h, scores, jitter=router.jitter, name=names)
         return mixed
     bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
     correction = None
     if router.method == "noaux_tc" and router.correction:
-        correction = W(writer.name("router_correction", layer), Type("fp32", (experts,)))
+        rows = {role: experts for role in CORRECTIONS if role in writer.model.weights}
+        correction, *_ = writer.parts(rows, lambda role, n: W(writer.name(role, layer), Type("fp32", (n,))), layer)
     ranks = {} if router.ranks == "scores" else {"ranks": router.ranks}
     chosen: tuple[Node, Node] = writer.call(
         ops.router, h, scores, bias, correction, top_k=mlp.top_k, method=router.method, score=router.score,
@@ -127,6 +128,17 @@ def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, 
         scales = W(writer.name("expert_scale", layer), Type(writer.dtype, (experts,)))
         return writer.call(ops.scale_by_expert, weights, ids, scales, name="weights"), ids
     return chosen
+
+
+CORRECTIONS = ("router_correction", "image_correction")  # the second of experts that images have of their own
+
+
+def _scores(writer: Writer, router: RouterConfig, experts: int, layer: int) -> Recipe:
+    """The matrix [E, R] of the router's last linear."""
+    width = router.hidden or writer.model.hidden
+    if router.transposed:
+        return Transpose(writer.weight("router", (width, experts), layer))
+    return writer.matrix("router", (experts, width), layer)
 
 
 def _route(writer: Writer, h: Node, router: RouterConfig, layer: int) -> Node:

@@ -910,6 +910,7 @@ OWN_SIZES = {  # of a file that takes no others
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 8]},
     "dbrx": {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
     "chatglm": {"num_layers": 3, "padded_vocab_size": 101, "seq_length": 256, "ffn_hidden_size": 32, "kv_channels": 16},
     "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "num_experts": 0},

@@ -179,6 +179,19 @@ def as_molmo(tensors: Tensors) -> Tensors:
     }
 
 
+def with_image_experts(tensors: Tensors) -> Tensors:
+    """Routers transposed, each with another one for images, whose experts are numbered after the text's."""
+    made = dict(tensors)
+    for key, tensor in tensors.items():
+        if key.endswith("mlp.gate.weight"):
+            made |= {key: tensor.T.contiguous(), f"{key}_1": torch.zeros(48, 8)}
+        elif key.endswith("e_score_correction_bias"):
+            made[key] = torch.cat([tensor.view(1, 8), torch.ones(1, 8)])
+        elif match := re.search(r"experts\.(\d)\.", key):
+            made[key.replace(match[0], f"experts.{int(match[1]) + 8}.")] = tensor[:12, :12].clone()
+    return made | {"model.resampler_model.mlp.bias": torch.zeros(4), "vision_model.ln.weight": torch.zeros(4)}
+
+
 def with_mtp(tensors: Tensors) -> Tensors:
     """Also a tensor of the layer for multi-token prediction."""
     return tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros(48, 96)}
@@ -516,6 +529,15 @@ FORMS = {
                                "moe_normalize_expert_weights": None}},
         without=("rope_parameters", "num_key_value_heads"),
     ),
+    "ernie4_5_vl_moe": HubForm(
+        f"{VLLM}/ernie45_vl_moe.py, ernie45_vl.py; baidu/ERNIE-4.5-VL-28B-A3B-PT",
+        variant="ernie4_5_moe",
+        fields={"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_moe_vl", "vision_config": {"depth": 1},
+                "moe_num_experts": [8, 8], "moe_intermediate_size": [24, 12], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28],
+                "rope_theta": 500000, "freq_allocation": 20, "rope_3d": True},
+        without=("rope_parameters",),
+        edit=with_image_experts,
+    ),
     "longcat_flash": HubForm(
         f"{VLLM}/longcat_flash.py; meituan-longcat/LongCat-Flash-Chat",
         fields={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "router_bias": False, "norm_topk_prob": False,
@@ -695,7 +717,11 @@ def write_form(name: str, form: HubForm, folder: Path) -> Any:
     model = tiny.save_changed(form.variant or name, folder, **form.changes)
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if not form.only and key not in form.without} | form.fields
-    if "architectures" in config and config["architectures"][0].endswith("ForConditionalGeneration"):
+    if (
+        "architectures" in config
+        and config["architectures"][0].endswith("ForConditionalGeneration")
+        and "vision_config" not in config
+    ):
         form = form._replace(inner="text_config")
     if form.inner:
         outer = {key: config[key] for key in ("architectures", "tie_word_embeddings")}

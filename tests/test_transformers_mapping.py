@@ -117,6 +117,8 @@ ELSEWHERE = {  # most are compared in tests/checkpoint/test_text_of_images.py
     "aya_vision": "transformers 5.24 leaves its scale of logits out",
     "cohere2_vision": "transformers 5.24 leaves its scale of logits out",
     "qwen2_vl": "its default has 100 million numbers that read images",
+    "qwen2_5_omni_thinker": "its default has 600 million numbers that hear",
+    "qwen3_omni_moe_thinker": "the same",
     "qwen3_vl_moe": "the hub stores its experts transposed",
     "shieldgemma2": "a classifier around Gemma 3, under a class of its own",
 }

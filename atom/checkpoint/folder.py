@@ -29,14 +29,15 @@ MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
 OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with one for its text; the head is outside that model
+THINKER = "thinker_config"  # object in config.json with the fields of a whole model, of one that also speaks
 TEXT_CONFIGS = ("text_config", "llm_config")  # objects in config.json with the fields of a whole model's text
 NO_TEXT = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
+    r"(model\.|thinker\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
     r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector|resampler_model"
     r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio|layerwise_projectors|spatial_projectors"
-    r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm|vision_adapter|vision_backbone|qformer|query_tokens|language_projection)(\.|$)"
+    r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm|vision_adapter|vision_backbone|qformer|query_tokens|language_projection|talker|token2wav|code2wav)(\.|$)"
 )
-TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.|backbone\.)|(model\.)(?:language|text)_model\.)")
+TEXT = re.compile(r"^(?:thinker\.|language_model\.(?=lm_head|model\.|backbone\.)|(model\.)(?:language|text)_model\.)")
 POOLING = {  # sentence-transformers' names
     "pooling_mode_lasttoken": "LAST",
     "pooling_mode_mean_tokens": "MEAN",
@@ -142,8 +143,12 @@ def hint_of(folder: Path) -> str:
 def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
     """A config with the fields that stand in an object of their own: of a draft's layer, of a model that reads images.
 
-    The first are speculators'; the second have the text's own values, but for those that only the whole has.
+    The first are speculators'; the second have the text's own values, but for those that only the whole has. Of a model
+    that also speaks, the whole is what reads and writes.
     """
+    if isinstance(thinker := config.get(THINKER), dict):
+        own = {key: value for key, value in thinker.items() if value is not None and key != "architectures"}
+        config = {key: value for key, value in config.items() if key != THINKER} | own
     inner = config.get("transformer_layer_config")
     at = next((key for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), None)
     if at is not None:

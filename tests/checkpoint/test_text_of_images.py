@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,46 @@ def test_the_text_of_blip_2_gives_the_logits_of_its_language_model(tmp_path: Pat
     engine.close()
 
 
+HEARS = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 48, "num_mel_bins": 8,
+         "downsample_hidden_size": 8}  # fmt: skip
+OMNI = {**TEXT, "rope_parameters": MROPE, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+SPEAK: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # the whole's name on the hub, fields of text and vision
+    "Qwen2_5Omni": ("Qwen2_5OmniModel", OMNI, VISION),
+    "Qwen3OmniMoe": (
+        "Qwen3OmniMoeForConditionalGeneration",
+        {**OMNI, **EXPERTS, "num_experts": 6, "head_dim": 12},
+        {**VISION, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPEAK)
+def test_the_text_of_a_model_that_speaks_gives_the_logits_of_its_thinker(name: str, tmp_path: Path) -> None:
+    architecture, text, vision = SPEAK[name]
+    made: Any = getattr(transformers, f"{name}ThinkerForConditionalGeneration")
+    torch.manual_seed(0)
+    model = made(made.config_class(text_config=text, vision_config=vision, audio_config=HEARS)).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    thinker, whole = tmp_path / "thinker", tmp_path / "whole"
+    model.save_pretrained(thinker)
+    whole.mkdir()
+    config = {
+        "thinker_config": json.loads((thinker / "config.json").read_text()),
+        "talker_config": {"text_config": {"hidden_size": 8}},
+    }
+    (whole / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    tensors = {f"thinker.{key}": tensor for key, tensor in load_file(thinker / "model.safetensors").items()}
+    others = {key: torch.zeros(4) for key in ("talker.model.layers.0.a.weight", "token2wav.a.bias", "code2wav.b.bias")}
+    save_file(tensors | others, whole / "model.safetensors")
+    for folder in (thinker, whole):
+        engine = LLMEngine(model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+        assert_logits(engine, tiny.prompt(24), model)
+        engine.close()
+
+
 def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> None:
     save("Qwen3VLMoe", tmp_path, is_original=False)
     with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.\w+ is \[6, .*\], the model expects \[6, "):
@@ -172,6 +213,8 @@ def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> Non
         ("sound_encoder.encoder.layers.0.norm.weight", None),
         ("model.vq_adaptor.layers.0.weight", None),
         ("model.layerwise_projectors.0.norm.weight", None),
+        ("thinker.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("thinker.visual.blocks.0.norm1.weight", None),
     ],
 )
 def test_names_of_the_text_are_those_of_the_text_model(stored: str, ours: str | None) -> None:

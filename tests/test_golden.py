@@ -31,6 +31,7 @@ TEXTS = {
     "glm4v_moe",
     "glm_ocr",
     "kimi_k25",
+    "kimi_vl",
     "llava",
     "llava_mistral",
     "mistral4",
@@ -41,8 +42,10 @@ TEXTS = {
     "paddleocr_vl",
     "paligemma",
     "paligemma2",
+    "qwen2_audio",
     "step3p5",
-}  # of models that read images
+    "voxtral",
+}  # of models that read images or hear
 BY_NAME = {
     "baichuan", "bailing_moe", "chatglm", "deepseek", "internlm2", "mimo", "minicpm", "orion", "ouro", "pangu_embedded", "param2moe",
 }  # fmt: skip  # which transformers has no class of

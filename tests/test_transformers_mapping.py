@@ -108,6 +108,8 @@ def test_a_listed_architecture_gives_the_logits_of_transformers(kind: str, name:
 
 ELSEWHERE = {  # most are compared in tests/checkpoint/test_text_of_images.py
     "blip-2": "its whole runs with an image only",
+    "fast_vlm": "its whole needs timm; tests/frontend/test_hub_forms.py has its names",
+    "perception_lm": "the same",
     "gemma3n": "what reads images needs timm; tests/frontend/test_hub_forms.py has it with such tensors",
     "gemma4": "shrunken, it has no config of what hears; tests/frontend/test_hub_forms.py has it with such tensors",
     "gemma4_unified": "the same",

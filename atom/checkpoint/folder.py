@@ -35,7 +35,8 @@ NO_TEXT = re.compile(
     r"(model\.|thinker\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
     r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector|resampler_model"
     r"|visual_embeddings_table|image_newline|embed_vision|vision_embedder|embed_audio|layerwise_projectors|spatial_projectors"
-    r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm|vision_adapter|vision_backbone|qformer|query_tokens|language_projection|talker|token2wav|code2wav)(\.|$)"
+    r"|whisper_encoder|vq_adaptor|sound_encoder|sound_projection|vision_final_layernorm|vision_adapter|vision_backbone|qformer|query_tokens|language_projection"
+    r"|vision_embed_tokens(?!\.wte)|high_res_vision_\w+|generation_(?:aligner|embeddings|head)|vqmodel|talker|token2wav|code2wav)(\.|$)"
 )
 TEXT = re.compile(r"^(?:thinker\.|language_model\.(?=lm_head|model\.|backbone\.)|(model\.)(?:language|text)_model\.)")
 POOLING = {  # sentence-transformers' names

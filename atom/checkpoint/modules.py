@@ -52,7 +52,7 @@ def generalize(module: str) -> str:
     return re.sub("[0-9]+", "[0-9]+", re.escape(module))
 
 
-READS_MORE = ("vision_config", "vit_config", "audio_config", "sound_config")
+READS_MORE = ("vision_config", "vit_config", "img_processor", "audio_config", "sound_config")
 
 
 def reads_more(config: Mapping[str, Any]) -> bool:

@@ -215,6 +215,9 @@ def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> Non
         ("model.layerwise_projectors.0.norm.weight", None),
         ("thinker.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("thinker.visual.blocks.0.norm1.weight", None),
+        ("model.vision_embed_tokens.wte.weight", "model.vision_embed_tokens.wte.weight"),
+        ("model.high_res_vision_alpha", None),
+        ("model.generation_head.proj_out.weight", None),
     ],
 )
 def test_names_of_the_text_are_those_of_the_text_model(stored: str, ours: str | None) -> None:

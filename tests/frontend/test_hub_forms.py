@@ -54,6 +54,8 @@ def with_images(tensors: Tensors) -> Tensors:
         "model.vision_embedder.patch_dense.weight",
         "model.audio_tower.output_proj.weight",
         "model.embed_audio.embedding_projection.weight",
+        "model.vision_embed_tokens.glb_GN",
+        "model.vision_projection.norm.weight",
     )
     return tensors | {name: torch.zeros(4) for name in names}
 
@@ -688,6 +690,69 @@ FORMS = {
         names={r"model\.norm": "model.transformer.ln_f", r"model\.layers": "model.transformer.blocks", "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",
                r"self_attn\.o_proj": "self_attn.attn_out", r"mlp\.down_proj": "mlp.ff_out", r"model\.embed": "model.transformer.embed"},
         edit=as_molmo,
+    ),
+    "kimi_vl": HubForm(
+        f"{VLLM}/kimi_vl.py; moonshotai/Kimi-VL-A3B-Instruct",
+        variant="kimi_k2",
+        fields={"architectures": ["KimiVLForConditionalGeneration"], "model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        names={"^": "language_model."},
+        edit=with_images,
+    ),
+    "dots_ocr": HubForm(
+        f"{VLLM}/dots_ocr.py; rednote-hilab/dots.ocr",
+        variant="qwen2",
+        fields={"architectures": ["DotsOCRForCausalLM"], "model_type": "dots_ocr", "vision_config": {"embed_dim": 16}, "attention_bias": True},
+        edit=with_images,
+    ),
+    "lighton_ocr": HubForm(
+        f"{VLLM}/lightonocr.py; lightonai/LightOnOCR-1B-1025",
+        variant="qwen3",
+        fields={"architectures": ["LightOnOCRForConditionalGeneration"]},
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "fast_vlm": HubForm(
+        "transformers/models/fast_vlm/modeling_fast_vlm.py; apple/FastVLM-7B, as transformers saves it",
+        variant="qwen2",
+        fields={"architectures": ["FastVlmForConditionalGeneration"]},
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "perception_lm": HubForm(
+        "transformers/models/perception_lm/modeling_perception_lm.py; facebook/Perception-LM-1B",
+        variant="llama_rope_llama3",
+        fields={"architectures": ["PerceptionLMForConditionalGeneration"]},
+        names={r"^model\.": "model.language_model."},
+        edit=with_images,
+    ),
+    "phi3_v": HubForm(
+        f"{VLLM}/phi3v.py; microsoft/Phi-3.5-vision-instruct",
+        variant="phi3",
+        fields={"architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v", "img_processor": {"name": "clip_vision_model"}, "embd_layer": {}},
+        edit=with_images,
+    ),
+    "phi3_v_shared": HubForm(  # as the module of images names it
+        f"{VLLM}/phi3v.py: Phi3VForCausalLM.hf_to_vllm_mapper",
+        variant="phi3",
+        fields={"architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v", "img_processor": {"name": "clip_vision_model"}, "embd_layer": {}},
+        names={"model.embed_tokens": "model.vision_embed_tokens.wte"},
+        edit=with_images,
+    ),
+    "qwen2_audio": HubForm(
+        f"{VLLM}/qwen2_audio.py; Qwen/Qwen2-Audio-7B-Instruct",
+        variant="qwen2",
+        fields={"architectures": ["Qwen2AudioForConditionalGeneration"]},
+        names={"^": "language_model."},
+        edit=with_images,
+    ),
+    "voxtral": HubForm(
+        f"{VLLM}/voxtral.py; mistralai/Voxtral-Mini-3B-2507",
+        variant="llama",
+        changes={"rope_parameters": {**ROPE, "rope_theta": 1e8}, "rms_norm_eps": 1e-5, "head_dim": 20},
+        fields={"architectures": ["VoxtralForConditionalGeneration"]},
+        without=("rope_parameters", "rms_norm_eps"),
+        names={"^": "language_model."},
+        edit=with_images,
     ),
     "nemotron_h_omni": HubForm(
         f"{VLLM}/nano_nemotron_vl.py; nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning",

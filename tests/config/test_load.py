@@ -959,6 +959,7 @@ OWN_SIZES = {  # of a file that takes no others
         "moe_hidden_size": 16,
     },
     "codegen": {"rotary_dim": 8},
+    "gpt_neo": {"num_layers": 3, "num_heads": 4, "attention_layers": ["global", "local", "global"]},
     "gptj": {"rotary_dim": 8},
     "llama4": {"num_experts_per_tok": 1},
     "minimax_text_01": {"shared_intermediate_size": 0},

@@ -393,6 +393,11 @@ FORMS = {
         names={r"^transformer\.": ""},
         edit=with_masks,
     ),
+    "gpt_neo": HubForm(
+        "transformers/models/gpt_neo/modeling_gpt_neo.py; EleutherAI/gpt-neo-1.3B",
+        changes={"intermediate_size": None},
+        edit=lambda tensors: tensors | {f"transformer.h.{layer}.attn.attention.bias": torch.ones(1, 1, 4, 4) for layer in range(3)},
+    ),
     "bloom": HubForm(
         f"{VLLM}/bloom.py; bigscience/bloom-560m",
         fields={"n_embed": 48, "n_layer": 3, "num_attention_heads": 4, "seq_length": 256, "offset_alibi": 100, "unk_token_id": 0, "pretraining_tp": 1},

@@ -60,7 +60,7 @@ def reads_more(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) is not None for key in READS_MORE)
 
 
-LANGUAGE_MODEL = re.compile(r"\.?language_model$|language_model(?:\\\.|\[\.\]|\.(?![*+?{]))?")
+LANGUAGE_MODEL = re.compile(r"\.?language_model$|(?:language_model|thinker)(?:\\\.|\[\.\]|\.(?![*+?{]))?")
 
 
 def text_pattern(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""Linear attention: the gated delta rule and all of a block around it, and lightning attention.
+"""Linear attention: the gated delta rule, its block, and lightning attention.
 
 A head's state is a matrix [K, V] that maps keys to values. Each token adds its own pair, and its query reads the state
 in place of all earlier keys. A decay is given as its logarithm, 0 or less.

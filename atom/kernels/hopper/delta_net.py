@@ -1,4 +1,4 @@
-"""Decodes of a block with the gated delta rule in one launch on NVIDIA's Hopper, in Gluon.
+"""Decodes of a gated delta net in one launch on Hopper, in Gluon.
 
     if suits(qkv, a, state, batch):
         o = decode(qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, …)      # as the op

@@ -12,7 +12,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from atom.graph import Batch, LatestState, Type, ops
+from atom.graph import BATCH, Batch, LatestState, Type, ops
 
 LENGTHS = [1, 63, 64, 65, 130]
 
@@ -174,6 +174,35 @@ def test_a_delta_rule_that_does_not_fit_is_refused():
         infer(state=LatestState("0", Type("fp32", (6, 4, 8))))
     with pytest.raises(ValueError, match="q and v have heads"):
         infer(v=Type("bf16", ("T", 24)))
+
+
+def test_a_gated_delta_net_that_does_not_fit_is_refused():
+    parts: dict[str, Any] = {
+        "qkv": Type("bf16", ("T", 56)), "z": Type("bf16", ("T", 24)), "a": Type("bf16", ("T", 6)),
+        "b": Type("bf16", ("T", 6)), "conv_state": LatestState("0", Type("bf16", (3, 56))),
+        "state": LatestState("0", Type("fp32", (6, 8, 4))), "batch": BATCH, "conv": Type("bf16", (56, 4)),
+        "a_log": Type("fp32", (6,)), "bias": Type("fp32", (6,)), "norm": Type("bf16", (4,)),
+    }  # fmt: skip
+
+    def infer(**other: Any) -> Any:
+        kind, given = other.pop("kind", "silu"), {**parts, **other}
+        return ops.gated_delta_net.infer(*given.values(), key_heads=2, scale=1.0, eps=1e-6, kind=kind)
+
+    assert infer() == infer(a=Type("bf16", ("T", 48)), bias=Type("fp32", (48,))) == parts["z"]
+    with pytest.raises(ValueError, match=r"48 channels are not q, k and v of fp32\[6, 8, 4\]"):
+        infer(qkv=Type("bf16", ("T", 48)))
+    with pytest.raises(ValueError, match=r"the gate is bf16\[T, 20\]"):
+        infer(z=Type("bf16", ("T", 20)))
+    with pytest.raises(ValueError, match=r"the decays are bf16\[T, 12\]"):
+        infer(a=Type("bf16", ("T", 12)), bias=Type("fp32", (12,)))
+    with pytest.raises(ValueError, match=r"beta is bf16\[T, 2\] for 6 heads"):
+        infer(b=Type("bf16", ("T", 2)))
+    with pytest.raises(ValueError, match=r"the state is bf16\[2, 56\] of 4 taps"):
+        infer(conv_state=LatestState("0", Type("bf16", (2, 56))))
+    with pytest.raises(ValueError, match=r"the norm is bf16\[8\]"):
+        infer(norm=Type("bf16", (8,)))
+    with pytest.raises(ValueError, match="shrug is no activation"):
+        infer(kind="shrug")
 
 
 def test_lightning_that_does_not_fit_is_refused():

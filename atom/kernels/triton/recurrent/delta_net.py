@@ -1,4 +1,4 @@
-"""A block with the gated delta rule between its projections: convolution, gates, rule and norm.
+"""A gated delta net between its projections: convolution, gates, rule, norm.
 
     o = gated_delta_net(qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, key_heads=16, scale=…, eps=…)
 

@@ -1,4 +1,4 @@
-"""Find the states of a slot, of which it keeps the last ones, and the chunks of a step's prompts.
+"""Find the states of slots and the chunks of a step's prompts.
 
     state = tl.load(states + row_of(slot, length - count, KEPT) * SIZE + places)     # that a step begins with
     sequence, at = find_chunk(starts, program, num_sequences, CHUNK, SEQUENCES)      # of a grid of num_chunks(…)

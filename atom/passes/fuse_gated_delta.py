@@ -55,12 +55,14 @@ def _match(delta: Node) -> tuple[Node, list[Any], dict[str, Any], Node] | None:
         or not _is_read_once(beta, sigmoid, decay, raw, q, k, v, conv, delta)
     ):
         return None
-    (norm,) = delta.users
-    product = next(iter(norm.users))
-    if norm.target is not ops.rms_norm or norm.args[0] is not delta or product.target is not ops.mul:
+    (norm,) = delta.users  # or the program's output, of a last layer whose head has the rest
+    if norm.target is not ops.rms_norm or norm.args[0] is not delta or not _is_read_once(norm):
+        return None
+    (product,) = norm.users
+    if product.target is not ops.mul:
         return None
     gates = [each for each in product.args if each is not norm]
-    if len(gates) != 1 or gates[0].target is not ops.activate or not _is_read_once(norm, product, gates[0]):
+    if len(gates) != 1 or gates[0].target is not ops.activate or not _is_read_once(product, gates[0]):
         return None
     (merged,) = product.users
     z = _under(gates[0].args[0], ops.split_heads)

@@ -18,7 +18,7 @@ BATCH = 6  # its place among the arguments
 
 
 def make(counts: list[int], lengths: list[int], num_decodes: int, query_len: int = 1, kept: int = 1, *,
-         key_heads: int = 2, heads: int = 4, key_dim: int = 20, value_dim: int = 12, taps: int = 4, by_dim: bool = False,
+         key_heads: int = 2, heads: int = 4, key_dim: int = 20, value_dim: int = 20, taps: int = 4, by_dim: bool = False,
          dtype: torch.dtype = torch.float32, **attributes: Any) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments of the op for sequences of these lengths, which have so many tokens in the step."""
     random = torch.Generator().manual_seed(len(counts))

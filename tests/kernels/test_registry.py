@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atom.errors import UnsupportedError
-from atom.graph import Type, ops
+from atom.graph import LatestState, Type, ops
 from atom.kernels import (
     Backend,
     Kernel,
@@ -58,7 +58,9 @@ LINEARS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_refuses(op: ops.Op):
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
-    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (5 if op is ops.experts else 8)
+    types: list[Any] = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (5 if op is ops.experts else 8)
+    if op is ops.gated_delta_net:
+        types[4:6] = [LatestState("0", Type("fp32", (8, 64, 64)))] * 2
     more: dict[str, Any] = {
         ops.lora: {"sizes": [64]},
         ops.expand_lora: {"sizes": [64]},

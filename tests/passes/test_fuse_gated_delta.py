@@ -107,6 +107,7 @@ def test_where_no_kernel_takes_all_of_it_the_parts_stay():
         BLOCK.replace("return o_3", "return o_3, decay"),
         BLOCK.replace("return o_3", "return o_3, z_2"),
         BLOCK.replace("return o_3", "return o_3, beta"),
+        BLOCK[: BLOCK.index("    o_1 =")] + "    return o",
     ],
 )
 def test_where_another_reads_a_part_they_stay(text: str):

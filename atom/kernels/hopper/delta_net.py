@@ -10,8 +10,6 @@ kernel ahead does not write, are on their way before that one has ended.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -168,9 +166,13 @@ def decode(
 
 
 def gated_delta_net(
-    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, *weights: Tensor,
-    **attributes: Any,
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
+    a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
+    beta_scale: float = 1.0, normalize: bool = False,
 ) -> Tensor:  # fmt: skip
     """The op: decodes by this kernel, others by Triton's."""
     own = decode if suits(qkv, a, state, batch) else delta_net.gated_delta_net
-    return own(qkv, z, a, b, conv_state, state, batch, *weights, **attributes)
+    return own(
+        qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, key_heads=key_heads, scale=scale, eps=eps,
+        kind=kind, beta_scale=beta_scale, normalize=normalize,
+    )  # fmt: skip

@@ -27,10 +27,11 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.recurrent.states import find_chunk, num_chunks, row_of
 
 CHUNK = 64
-COLUMNS = 64  # of a state, of a program that passes it on
+COLUMNS = 32  # of a state, of a program that passes it on
 MAX_STAGES = 3  # of what such a program loads of a chunk
 OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
 MAX_DIM = 128  # of keys and values, of which a program has all of a chunk
+MIN_WIDTH = 17  # of values: with tiles of 16 columns Triton 3.6 gave wrong sums on an H200
 
 
 @jit
@@ -201,8 +202,8 @@ def _pass_state(
 
 
 def suits(v: Tensor, dim: int) -> bool:
-    """Whether prompts go in chunks: in dtypes of 16 bits, of keys and values of up to MAX_DIM dims."""
-    return v.element_size() == 2 and max(dim, v.shape[2]) <= MAX_DIM
+    """Whether prompts go in chunks: in 16 bits, with keys of up to MAX_DIM dims and values of MIN_WIDTH to MAX_DIM."""
+    return v.element_size() == 2 and dim <= MAX_DIM and MIN_WIDTH <= v.shape[2] <= MAX_DIM
 
 
 def attend_chunks(
@@ -234,12 +235,9 @@ def attend_chunks(
         q, k, v, steps, rates, beta, batch.starts, out, keys, scores, factors, *strides, num_sequences, first,
         num_tokens, scale, eps, **sizes, SEQUENCES=sequence_bucket(num_sequences), **how,
     )  # fmt: skip
-    block, gpu = min(COLUMNS, max(next_power_of_2(width), 16)), find_gpu(v.device)
-    if num_sequences * heads * -(-width // block) < gpu.units // 2:  # few programs: smaller ones take less time
-        block = min(block, 32)
-    stage = CHUNK * ((2 + is_delta) * next_power_of_2(dim) + CHUNK + block) * v.element_size()
-    stages = max(1, min(MAX_STAGES, (gpu.shared_memory - OTHER_MEMORY) // stage))
-    _pass_state[num_sequences * heads, -(-width // block)](
+    stage = CHUNK * ((2 + is_delta) * next_power_of_2(dim) + CHUNK + COLUMNS) * v.element_size()
+    stages = max(1, min(MAX_STAGES, (find_gpu(v.device).shared_memory - OTHER_MEMORY) // stage))
+    _pass_state[num_sequences * heads, -(-width // COLUMNS)](
         q, k, v, beta, skip, keys, scores, factors, states, batch.slots, batch.starts, batch.lengths, out, *strides,
-        first, num_tokens, **sizes, IS_TRANSPOSED=is_transposed, BLOCK_V=block, STAGES=stages, **how,
+        first, num_tokens, **sizes, IS_TRANSPOSED=is_transposed, BLOCK_V=COLUMNS, STAGES=stages, **how,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def test_it_is_as_near_to_the_truth_as_the_reference(triton_device: str, name: s
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33}),
+        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 20}),
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33, "normalize": False}),
         ("lightning", {"heads": 2}),
         ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
@@ -98,7 +98,7 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device: str, name: str, kept: int):
-    case = make_case(name, 74, torch.float16)
+    case = make_case(name, 74, torch.float16, **{"gated_delta": {"value_dim": 20}, "ssd": {"dim": 20}}.get(name, {}))
     left = []
     for run in (run_on(triton_device, name), ops.OPS[f"batched_{name}"]):
         slots = torch.randn(4, kept, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device
 
 def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str):
     """The triangular system of a chunk is then as far from the identity as it can be."""
-    case = make_case("gated_delta", 128, torch.float16, key_heads=1, heads=2, key_dim=32)
+    case = make_case("gated_delta", 128, torch.float16, key_heads=1, heads=2, key_dim=32, value_dim=32)
     q, k, v, decay, beta = case.values
     values = q, (1 + 0.1 * k.float()).half(), v, torch.full_like(decay, -1e-3), torch.full_like(beta, 0.95)
     case = case._replace(values=values)

@@ -340,7 +340,7 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
         drafting=config.drafting,
     )  # fmt: skip
     runner = Runner(model, run_ahead=2)
-    runner.bind(dict.fromkeys(model.kinds, 2))
+    runner.bind(dict.fromkeys((*model.kinds, *model.recurrent), 2))
     runner.graphs.compile([1, 2, 4, 8, 16, 24, 40], MAX_TOKENS)
     return graph
 

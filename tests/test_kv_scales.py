@@ -27,9 +27,11 @@ from atom.cache import Cache
 from atom.cache.files import WEIGHTS
 from atom.compiler.artifact import semantic_graph
 from atom.config.load import load
+from atom.errors import CapacityError
 from atom.graph import parse, show
 from atom.graph.recipes import Measured
 from atom.runtime.kv.scales import FILE, PROMPT, KVScales, scale_of
+from atom.runtime.step.model import Model
 
 __all__ = ["thread_ranks"]
 
@@ -148,6 +150,24 @@ def test_a_model_with_recurrent_state_measures_those_of_its_attention(tmp_path: 
     largest = sorted(2 * x.abs().max().item() / 448 for each in kept for x in (each.keys, each.values))
     for scale, least in zip(sorted(found.values()), largest, strict=True):
         assert least * 0.95 < scale < 2 * least * 1.05
+
+
+def test_without_memory_for_the_prompt_the_error_is_that_of_the_pool(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    bound, bind = list[Any](), Model.bind
+
+    def bind_once(model: Model, num_blocks: Any) -> None:
+        bound.append(num_blocks)
+        if len(bound) == 2:  # that of the prompt
+            model.unbind()
+            raise CapacityError("no room")
+        bind(model, num_blocks)
+
+    monkeypatch.setattr(Model, "bind", bind_once)
+    with pytest.raises(CapacityError, match="no room"):
+        open_engine(checkpoint)
+    assert len(bound) == 3 and bound[2] == bound[0], "the pool is there again"
 
 
 @pytest.mark.sampled(2)

@@ -580,6 +580,8 @@ def check_router(mlp: MLPConfig, at: str) -> None:
         raise ConfigError(f"{at}.zero_gives={mlp.zero_gives}: there are no zero_experts; leave it out")
     if router.carried and router.hidden is None:
         raise ConfigError(f"{at}.router.carried=true: the router is a linear; set {at}.router.hidden")
+    if router.logits_scale is not None and (router.hidden is not None or router.bias):
+        raise UnsupportedError(f"{at}.router.logits_scale is of a router that is a linear without a bias")
     if router.weighs == "inputs" and top_k != 1:
         raise UnsupportedError(f"{at}.router.weighs=inputs is for top_k=1, not for top_k={top_k}")
     if router.method == "sparsemixer" and top_k != SPARSE_MIXED:

@@ -123,7 +123,7 @@ class AttentionConfig:
     qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each
     cca_taps: int | None = number(
         None, 2, MAX_TAPS
-    )  # gqa: of a convolution of q and k, ahead of one of 2 by head; half of v is the last token's; null: none
+    )  # gqa: of a convolution of q and k, ahead of one of 2 by head; null: none
     v_norm: bool = False  # gqa: values are normed by head, without a weight
     k_is_v: bool = False  # gqa: values are the keys ahead of norms and rope, and not stored
     scale: float | None = None  # null: scale_dim ** -0.5
@@ -467,9 +467,8 @@ class ModelConfig:
     transposed: bool = False  # linears of layers are stored [in, out]
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     scales: dict[str, float] = field(default_factory=dict)  # role of a linear, or mamba_z, … -> of what it gives
-    channel_scales: dict[str, ChannelScaleConfig] = field(
-        default_factory=dict
-    )  # gate, up, o_gate or head, or q after its norm and rope -> of the channels of what these linears give
+    # gate, up, o_gate or head, or q after its norm and rope -> of the channels of what these linears give
+    channel_scales: dict[str, ChannelScaleConfig] = field(default_factory=dict)
     residual_gate: ResidualGateConfig = field(default_factory=ResidualGateConfig)
     block_scales: dict[str, BlockScalesConfig] = field(default_factory=dict)  # block -> of its input and output
     own_norms: dict[str, OwnNormsConfig] = field(default_factory=dict)  # block -> its norms, if it has some

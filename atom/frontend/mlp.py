@@ -104,7 +104,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
 
 
 def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, Node]:
-    """weights fp32[T, k] and ids i64[T, k] of each token's experts; those after the last one give their input."""
+    """weights fp32[T, k] and ids i64[T, k] of each token's experts; those after the last one are `zero_experts`."""
     h = writer.scale(h, mlp.router.logits_scale)
     router, experts = mlp.router, required(mlp.experts) + mlp.zero_experts
     h = h if router.hidden is None else _route(writer, h, router, layer)

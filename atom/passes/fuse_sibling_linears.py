@@ -5,11 +5,9 @@
 
 It comes after adapters, of which a kernel takes those of q, k and v, and after `quantize`, which says what is packed.
 
-Declines for a linear that only a gated activation reads, which `fuse_linear_gate` takes. Leaves apart linears of
-different layers, those with and without a bias, in different formats, whose weights are read by different numbers of
-calls (as of a block that layers share: they would be kept twice), and, since kernels copy rows in units of 16 bytes,
-numbers of rows that are a multiple of 8 from others. So it does packed weights that cannot be joined, and what no
-kernel multiplies by if one does so by the parts.
+Joins linears of one layer that are alike in bias, format and number of readers, and either all or none of which have
+rows in multiples of 8, since kernels copy them in units of 16 bytes. Leaves one that only a gated activation reads,
+which `fuse_linear_gate` takes, packed weights that cannot be joined, and those of which only the parts have a kernel.
 """
 
 from __future__ import annotations

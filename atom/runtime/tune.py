@@ -206,7 +206,7 @@ def _buckets(max_rows: int) -> list[int]:
 def _pool_of(model: Model, num_rows: int) -> Iterator[None]:
     """Give a model the KV of this number of contexts; its slots, tables and KV are cleared afterwards.
 
-    CapacityError, with what to do, if memory does not suffice.
+    CapacityError, with what to do, if memory does not suffice; the model is without KV then.
     """
     num_blocks = {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
     try:

@@ -59,8 +59,8 @@ def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
     types: list[Any] = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (5 if op is ops.experts else 8)
-    if op is ops.gated_delta_net:
-        types[4:6] = [LatestState("0", Type("fp32", (8, 64, 64)))] * 2
+    if op in (ops.gated_delta_net, ops.OPS["batched_causal_conv"]):
+        types[1:6] = [LatestState("0", Type("fp32", (8, 64, 64)))] * 5
     more: dict[str, Any] = {
         ops.lora: {"sizes": [64]},
         ops.expand_lora: {"sizes": [64]},

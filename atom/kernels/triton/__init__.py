@@ -34,6 +34,7 @@ NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+MAX_TAPS = 33  # of a convolution: the first tile of a prompt reads what was before
 MAX_STATE_DIM = 256  # of keys, or of a channel's state: registers hold so many times 32
 FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
@@ -216,13 +217,20 @@ def accepts_delta(_target: Target, q: Type, *_types: Any, **_attributes: Any) ->
     return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
 
 
+def accepts_conv(_target: Target, _x: Type, state: State, *_types: Any, **_attributes: Any) -> str | None:
+    """up to 33 taps"""
+    taps = int(state.type.shape[0]) + 1
+    return None if taps <= MAX_TAPS else f"has {taps} taps, more than {MAX_TAPS}"
+
+
 def accepts_delta_net(
-    _target: Target, _qkv: Type, _z: Type, _a: Type, _b: Type, _conv: State, state: State, *_types: Any,
+    target: Target, qkv: Type, _z: Type, _a: Type, _b: Type, conv: State, state: State, *_types: Any,
     **_attributes: Any,
 ) -> str | None:  # fmt: skip
-    """keys of up to 256 dims"""
-    dim = int(state.type.shape[1])
-    return None if dim <= MAX_STATE_DIM else f"keys have {dim} dims, more than {MAX_STATE_DIM}"
+    """keys and values of up to 256 dims, up to 33 taps"""
+    dim = max(map(int, state.type.shape[1:]))
+    known = None if dim <= MAX_STATE_DIM else f"a head has {dim} dims, more than {MAX_STATE_DIM}"
+    return known or accepts_conv(target, qkv, conv)
 
 
 def accepts_scan(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
@@ -342,7 +350,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
-    _kernel(ops.OPS["batched_causal_conv"], _load_conv),
+    _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.OPS["batched_lightning"], _load_lightning, accepts_delta),

@@ -133,10 +133,10 @@ class KVScales:
             if model.has_draft_programs:
                 model.state.set_history(0, bytearray(np.array(tokens, np.int32)))
                 model.follow(computed, rows.sampled, rows)
-        finally:
+        finally:  # an error may have left the model without a pool
+            model.bind(before)
             model.use(kernels)
             model.clear_slots()
-            model.bind(before)
         self.num_tokens = num_tokens
 
 

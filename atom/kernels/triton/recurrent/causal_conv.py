@@ -93,11 +93,13 @@ def batched_causal_conv(x: Tensor, state: Tensor, batch: Batch, weight: Tensor, 
     channels, taps = weight.shape
     out = x.new_empty(x.shape)
     num_sequences = len(batch.slots)
-    tokens = 1 if batch.num_single_query == num_sequences else TOKENS
-    programs = num_chunks(len(x), num_sequences, tokens) if tokens > 1 else num_sequences
+    tokens, programs, sequences = 1, num_sequences, 1
+    if batch.num_single_query < num_sequences:
+        tokens, programs = TOKENS, num_chunks(len(x), num_sequences, TOKENS)
+        sequences = sequence_bucket(num_sequences)
     _causal_conv[programs, -(-channels // CHANNELS)](
         x, state, batch.slots, batch.starts, batch.lengths, weight, bias, out, x.stride(0), num_sequences, kind, taps,
-        state.shape[1], channels, sequence_bucket(num_sequences), BLOCK_T=tokens, BLOCK_C=CHANNELS, num_warps=4,
+        state.shape[1], channels, sequences, BLOCK_T=tokens, BLOCK_C=CHANNELS, num_warps=4,
         **find_gpu(x.device).options,
     )  # fmt: skip
     return out

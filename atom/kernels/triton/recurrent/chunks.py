@@ -30,7 +30,11 @@ CHUNK = 64
 COLUMNS = 32  # of a state, of a program that passes it on
 MAX_STAGES = 3  # of what such a program loads of a chunk
 OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
-MAX_DIM = 128  # of keys and values, of which a program has all of a chunk
+DTYPES = (torch.bfloat16,)  # of keys of any length: what they make may be beyond fp16
+MIN_DIM, MAX_DIM = (
+    9,
+    128,
+)  # of keys, and of values at most: tiles of fewer have no product, a program has all of a chunk
 MIN_WIDTH = 17  # of values: with tiles of 16 columns Triton 3.6 gave wrong sums on an H200
 
 
@@ -201,9 +205,10 @@ def _pass_state(
     tl.store(after, state.to(states.dtype.element_ty), mask=is_entry)
 
 
-def suits(v: Tensor, dim: int) -> bool:
-    """Whether prompts go in chunks: in 16 bits, with keys of up to MAX_DIM dims and values of MIN_WIDTH to MAX_DIM."""
-    return v.element_size() == 2 and dim <= MAX_DIM and MIN_WIDTH <= v.shape[2] <= MAX_DIM
+def suits(v: Tensor, dim: int, *, is_unit: bool = False) -> bool:
+    """Whether prompts go in chunks: in bf16 or, if keys have the length 1, fp16, and with as many dims as can be."""
+    is_known = v.dtype in DTYPES or (is_unit and v.dtype == torch.float16)
+    return is_known and MIN_DIM <= dim <= MAX_DIM and MIN_WIDTH <= v.shape[2] <= MAX_DIM
 
 
 def attend_chunks(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from atom.graph import BATCH, Batch, LatestState, Type, ops
 from atom.kernels import LoadContext, find_kernel
 from atom.kernels.backend import Target
+from atom.kernels.triton.recurrent import chunks
 
 CHUNKED = ["gated_delta", "lightning", "ssd"]  # of which prompts go in chunks
 NAMES = ["causal_conv", "gated_delta", "lightning", "selective_scan", "ssd"]
@@ -74,13 +75,20 @@ def test_it_is_as_near_to_the_truth_as_the_reference(triton_device: str, name: s
     assert_as_near(out, case.run(), case.wide().run(), factor=2.5 if name in CHUNKED else 1.1)
 
 
+@pytest.fixture
+def _in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies no matrices in bf16."""
+    monkeypatch.setattr(chunks, "DTYPES", (torch.float16, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("_in_fp16")
 @pytest.mark.parametrize("lengths", [[64, 1], [63, 65, 130], [200]], ids=str)
 @pytest.mark.parametrize("chunk", [64, 129])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 20}),
-        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33, "normalize": False}),
+        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33}),
         ("lightning", {"heads": 2}),
         ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
     ],
@@ -95,6 +103,7 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
         assert (out.float() - truth).norm() < 8e-4 * truth.norm()  # three times what rounding the output costs
 
 
+@pytest.mark.usefixtures("_in_fp16")
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device: str, name: str, kept: int):
@@ -151,7 +160,17 @@ def test_tokens_may_lie_apart(triton_device: str, name: str):
     torch.testing.assert_close(out, case.run(), rtol=1e-4, atol=1e-5)
 
 
-def test_large_states_are_left_to_the_reference():
+def test_prompts_of_sizes_that_chunks_do_not_take_go_token_by_token():
+    def suits(dtype: torch.dtype, dim: int, width: int, **options: bool) -> bool:
+        return chunks.suits(torch.empty(1, 1, width, dtype=dtype), dim, **options)
+
+    assert suits(torch.bfloat16, 9, 17) and suits(torch.bfloat16, 128, 128)
+    assert suits(torch.float16, 64, 64, is_unit=True) and not suits(torch.float16, 64, 64)
+    assert not any(suits(torch.bfloat16, *sizes) for sizes in ((8, 64), (129, 64), (64, 16), (64, 129)))
+    assert not suits(torch.float32, 64, 64, is_unit=True)
+
+
+def test_large_states_and_convolutions_are_left_to_the_reference():
     target, state = Target("cuda"), LatestState("0", Type("fp32", (2, 8, 8)))
     small, large = Type("bf16", ("T", 2, 256)), Type("bf16", ("T", 2, 257))
     delta, ssd = (find_kernel(ops.OPS[f"batched_{name}"], "triton") for name in ("gated_delta", "ssd"))
@@ -161,3 +180,6 @@ def test_large_states_are_left_to_the_reference():
     assert ssd.accepts(target, small, small, small, small, state, BATCH, small, small) is None
     reason = "a channel's state has 257 numbers, more than 256"
     assert ssd.accepts(target, small, small, large, large, state, BATCH, small, small) == reason
+    conv, x = find_kernel(ops.OPS["batched_causal_conv"], "triton"), Type("bf16", ("T", 8))
+    for taps, refused in ((33, None), (34, "has 34 taps, more than 33")):
+        assert conv.accepts(target, x, LatestState("0", Type("bf16", (taps - 1, 8))), BATCH, x) == refused

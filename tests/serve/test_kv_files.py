@@ -86,12 +86,18 @@ def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_se
     assert_whole(tmp_path / "kv")
 
 
+def talk_on(server: Server) -> None:
+    """Talk until it is killed."""
+    while True:
+        talk(server)
+
+
 def test_a_server_that_is_killed_gives_the_same_tokens_from_its_files(start_server: Start, tmp_path: Path):
     expected, _ = talk(start_server(*BLOCKS, stub={"write_seconds": 0}))
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}"]
     server = start_server(*kept, stub={"write_seconds": 0.001})
     with ThreadPoolExecutor() as pool:
-        talking = pool.submit(talk, server)
+        talking = pool.submit(talk_on, server)
         wire.wait_until(lambda: len(files(tmp_path)) > 40)
         server.process.kill()
         assert talking.exception() is not None, "it was killed amid the conversations"

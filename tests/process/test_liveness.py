@@ -93,7 +93,12 @@ def test_the_time_is_that_of_the_configuration_and_many_beats_fit_in_it():
 
 @pytest.fixture
 def sleeping() -> Iterator[subprocess.Popen[bytes]]:
-    code = "import time; print('(a) name', flush=True); time.sleep(1000)"
+    code = """
+import time
+while time.process_time() < 0.05: pass  # several of the kernel's units
+print('(a) name', flush=True)
+time.sleep(1000)
+"""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
         yield process

@@ -100,6 +100,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("block_scales: {mlp: {stored: true}}", ["model.residual=parallel"], "model.block_scales.mlp.stored=true: model.residual=parallel adds all blocks at once; leave it out"),
         ("  own: {mlp: {kind: moe, experts: 4, top_k: 1, width: 8, zero_gives: nothing}}", [], "model.blocks.own.mlp.zero_gives=nothing: there are no zero_experts; leave it out"),
         ("  own: {mlp: {kind: moe, experts: 4, top_k: 1, width: 8, router: {carried: true}}}", [], "model.blocks.own.mlp.router.carried=true: the router is a linear; set model.blocks.own.mlp.router.hidden"),
+        ("  own: {mlp: {kind: moe, experts: 4, top_k: 1, width: 8, router: {logits_scale: 0.5, bias: true}}}", [], "model.blocks.own.mlp.router.logits_scale is of a router that is a linear without a bias"),
+        ("  own: {mlp: {kind: moe, experts: 4, top_k: 1, width: 8, router: {logits_scale: 0.5, hidden: 4}}}", [], "model.blocks.own.mlp.router.logits_scale is of a router that is a linear without a bias"),
         ("", ["model.streams.num=4"], "model.streams.num=4: kind one is of one stream"),
         ("streams: {kind: altup}", [], "model.streams.num=1: kind altup is of several streams"),
         ("streams: {kind: altup, num: 2}", ["model.loops=5"], "model.streams.num=2: model.loops=5 is of one stream; leave it out"),

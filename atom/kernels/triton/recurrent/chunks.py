@@ -27,7 +27,7 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.recurrent.states import find_chunk, num_chunks, row_of
 
 CHUNK = 64
-COLUMNS = 32  # of a state, of a program that passes it on
+COLUMNS = 64  # of a state, of a program that passes it on
 MAX_STAGES = 3  # of what such a program loads of a chunk
 OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
 DTYPES = (torch.bfloat16,)  # of keys of any length: what they make may be beyond fp16

@@ -103,9 +103,34 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """router of any number of tokens, in two launches."""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
-    tokens, inner = x.shape
-    rows, gpu = len(weight), find_gpu(x.device)
-    experts, element_size = rows - rule.gated, x.element_size() if x.dtype == weight.dtype else 4
+    tokens, rows = len(x), len(weight)
+    by_library = is_by_library(x, weight)
+    logits = _multiply_by_library(x, weight) if by_library else _multiply(x, weight, rows - rule.gated)
+    (weights, ids), constants = _results(x, rule), _constants(rows - rule.gated, rule, tokens <= COUNTED_TOKENS)
+    _choose_kernel[(tokens,)](
+        logits, bias, correction, weights, ids, tokens, rule.scale, NUM_PARTS=len(logits), **constants,
+        num_warps=_warps_of(constants), **find_gpu(x.device).options,
+    )  # fmt: skip
+    return weights, ids
+
+
+def is_by_library(x: Tensor, weight: Tensor) -> bool:
+    """Whether the vendor's library makes the logits, which is faster for many tokens; torch has it for NVIDIA only."""
+    has_sums = x.is_cuda and torch.version.hip is None and x.dtype == weight.dtype and x.element_size() == 2
+    return has_sums and len(x) > SMALL_TOKENS
+
+
+def _multiply_by_library(x: Tensor, weight: Tensor) -> Tensor:
+    """As `_multiply`, in one part."""
+    logits = x.new_empty(1, len(x), _stride(len(weight)), dtype=torch.float32)
+    torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits[0, :, : len(weight)])
+    return logits
+
+
+def _multiply(x: Tensor, weight: Tensor, experts: int) -> Tensor:
+    """Logits fp32[parts, T, stride], to be summed; experts: rows of the weight but for a gate's"""
+    (tokens, inner), rows, gpu = x.shape, len(weight), find_gpu(x.device)
+    element_size = x.element_size() if x.dtype == weight.dtype else 4
     block_t, block_e = _choose_tiles(tokens, experts, element_size, gpu)
     tiles = -(-tokens // block_t), -(-rows // block_e)
     num_full = tiles[0] * -(-experts // block_e)  # a gate's own tile does not change the choice
@@ -118,12 +143,7 @@ def route(
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=64,
         **({"num_stages": WIDE_STAGES} if block_e == WIDE else {}), **gpu.options,
     )  # fmt: skip
-    (weights, ids), constants = _results(x, rule), _constants(experts, rule, tokens <= COUNTED_TOKENS)
-    _choose_kernel[(tokens,)](
-        logits, bias, correction, weights, ids, tokens, rule.scale, NUM_PARTS=num_parts, **constants,
-        num_warps=_warps_of(constants), **gpu.options,
-    )  # fmt: skip
-    return weights, ids
+    return logits
 
 
 def _stride(rows: int) -> int:

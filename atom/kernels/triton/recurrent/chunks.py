@@ -31,11 +31,8 @@ COLUMNS = 64  # of a state, of a program that passes it on
 MAX_STAGES = 3  # of what such a program loads of a chunk
 OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
 DTYPES = (torch.bfloat16,)  # of keys of any length: what they make may be beyond fp16
-MIN_DIM, MAX_DIM = (
-    9,
-    128,
-)  # of keys, and of values at most: tiles of fewer have no product, a program has all of a chunk
-MIN_WIDTH = 17  # of values: with tiles of 16 columns Triton 3.6 gave wrong sums on an H200
+MIN_DIM, MAX_DIM = 9, 128  # of keys, whose tiles of fewer have no product, and of values: a program has all of a chunk
+MIN_WIDTH = 33  # of values: with tiles of 16 and 32 columns Triton 3.6 gives wrong sums on an H200
 
 
 @jit

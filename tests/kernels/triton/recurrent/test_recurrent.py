@@ -87,7 +87,7 @@ def _in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 20}),
+        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 40}),
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33}),
         ("lightning", {"heads": 2}),
         ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
@@ -107,7 +107,7 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device: str, name: str, kept: int):
-    case = make_case(name, 74, torch.float16, **{"gated_delta": {"value_dim": 20}, "ssd": {"dim": 20}}.get(name, {}))
+    case = make_case(name, 74, torch.float16, **{"gated_delta": {"value_dim": 40}, "ssd": {"dim": 40}}.get(name, {}))
     left = []
     for run in (run_on(triton_device, name), ops.OPS[f"batched_{name}"]):
         slots = torch.randn(4, kept, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
@@ -121,7 +121,7 @@ def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device
 
 def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str):
     """The triangular system of a chunk is then as far from the identity as it can be."""
-    case = make_case("gated_delta", 128, torch.float16, key_heads=1, heads=2, key_dim=32, value_dim=32)
+    case = make_case("gated_delta", 128, torch.float16, key_heads=1, heads=2, key_dim=32, value_dim=40)
     q, k, v, decay, beta = case.values
     values = q, (1 + 0.1 * k.float()).half(), v, torch.full_like(decay, -1e-3), torch.full_like(beta, 0.95)
     case = case._replace(values=values)
@@ -164,9 +164,9 @@ def test_prompts_of_sizes_that_chunks_do_not_take_go_token_by_token():
     def suits(dtype: torch.dtype, dim: int, width: int, **options: bool) -> bool:
         return chunks.suits(torch.empty(1, 1, width, dtype=dtype), dim, **options)
 
-    assert suits(torch.bfloat16, 9, 17) and suits(torch.bfloat16, 128, 128)
+    assert suits(torch.bfloat16, 9, 33) and suits(torch.bfloat16, 128, 128)
     assert suits(torch.float16, 64, 64, is_unit=True) and not suits(torch.float16, 64, 64)
-    assert not any(suits(torch.bfloat16, *sizes) for sizes in ((8, 64), (129, 64), (64, 16), (64, 129)))
+    assert not any(suits(torch.bfloat16, *sizes) for sizes in ((8, 64), (129, 64), (64, 32), (64, 129)))
     assert not suits(torch.float32, 64, 64, is_unit=True)
 
 

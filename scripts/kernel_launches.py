@@ -539,7 +539,7 @@ def recur() -> None:
             causal_conv.batched_causal_conv(x, states, batch, weight, bias, kind=kind)
         x, states = zeros(tokens, 32, 128, dtype=dtype), zeros(6, kept, 32, 128, 128, dtype=torch.float32)
         steps = zeros(tokens, 32, 128, dtype=torch.float32)
-        for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, False)):
+        for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, True), (x, steps, False)):
             given = keys, keys, x, decay, x[..., 0], states, batch
             gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
         qkv, conv_states = zeros(tokens, 12352, dtype=dtype), zeros(6, kept, 3, 8192, dtype=dtype)

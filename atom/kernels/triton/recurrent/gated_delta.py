@@ -92,7 +92,7 @@ def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Te
     out = v.new_empty(v.shape)
     decay, beta, kept, eps = decay.contiguous(), beta.contiguous(), state.shape[1], L2_EPS if normalize else None
     num_sequences, num_whole = len(batch.slots), len(batch.slots)
-    is_chunked = normalize and decay.dim() == 2 and chunks.suits(v, dim, is_unit=True)
+    is_chunked = normalize and chunks.suits(v, dim, is_unit=True, by_dim=decay.dim() == 3)
     if is_chunked and batch.num_decodes < num_sequences:
         chunks.attend_chunks(q, k, v, state, batch, out, steps=decay, beta=beta, scale=scale, eps=eps, is_delta=True)
         num_whole = batch.num_decodes

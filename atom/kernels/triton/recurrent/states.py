@@ -31,6 +31,12 @@ def num_chunks(num_tokens: int, num_sequences: int, chunk: int) -> int:
 
 
 @jit
+def first_chunk(starts, sequence, CHUNK: tl.constexpr):
+    """The program, of those of `find_chunk`, that takes a sequence's first chunk."""
+    return (tl.load(starts + sequence) - tl.load(starts)) // CHUNK + sequence
+
+
+@jit
 def find_chunk(starts, program, num_sequences, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr):
     """The sequence whose chunk a program takes, and the chunk's first token; beyond its tokens if there is none.
 
@@ -42,5 +48,4 @@ def find_chunk(starts, program, num_sequences, CHUNK: tl.constexpr, SEQUENCES: t
     begins = tl.load(starts + sequences, mask=is_there, other=0) - tl.load(starts)
     # a sequence has at most one chunk more than the full ones that fit between its first token and the next one's
     sequence = tl.sum((is_there & (begins // CHUNK + sequences <= program)).to(tl.int32), 0) - 1
-    first = (tl.load(starts + sequence) - tl.load(starts)) // CHUNK + sequence
-    return sequence, (program - first) * CHUNK
+    return sequence, (program - first_chunk(starts, sequence, CHUNK)) * CHUNK

@@ -21,6 +21,7 @@ from atom.kernels.backend import Target
 from atom.kernels.triton.recurrent import chunks
 
 CHUNKED = ["gated_delta", "lightning", "ssd"]  # of which prompts go in chunks
+INF = float("inf")
 NAMES = ["causal_conv", "gated_delta", "lightning", "selective_scan", "ssd"]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {}),
@@ -89,6 +90,7 @@ def _in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 40}),
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33}),
+        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 40, "value_dim": 33, "by_dim": True}),
         ("lightning", {"heads": 2}),
         ("ssd", {"heads": 2, "groups": 1, "dim": 33, "size": 16}),
     ],
@@ -104,10 +106,21 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
 
 
 @pytest.mark.usefixtures("_in_fp16")
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gated_delta", {"value_dim": 40}),
+        ("gated_delta", {"key_dim": 24, "value_dim": 40, "by_dim": True}),
+        ("lightning", {}),
+        ("ssd", {"dim": 40}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kept", [1, 3])
-def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device: str, name: str, kept: int):
-    case = make_case(name, 74, torch.float16, **{"gated_delta": {"value_dim": 40}, "ssd": {"dim": 40}}.get(name, {}))
+def test_prompts_next_to_decodes_leave_the_states_of_the_reference(
+    triton_device: str, name: str, sizes: dict[str, Any], kept: int
+):
+    case = make_case(name, 74, torch.float16, **sizes)
     left = []
     for run in (run_on(triton_device, name), ops.OPS[f"batched_{name}"]):
         slots = torch.randn(4, kept, *case.zeros.shape, generator=torch.Generator().manual_seed(1))
@@ -119,9 +132,36 @@ def test_prompts_next_to_decodes_leave_the_states_of_the_reference(triton_device
         assert (ours - theirs).norm() < 8e-4 * theirs.norm()
 
 
-def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str):
+@pytest.mark.usefixtures("_in_fp16")
+@pytest.mark.parametrize("decays", [(0.0,), (-1e-3,), (-5.0,), (-50.0,), (0.0, -0.01, -0.3, -5.0, -50.0, -1e5, -INF)])
+def test_decays_by_dim_of_any_size_leave_precision(triton_device: str, decays: tuple[float, ...]):
+    """Neither differences of sums that are large nor factors that have no bound."""
+    case = make_case("gated_delta", 130, torch.float16, key_heads=1, heads=2, key_dim=40, value_dim=33, by_dim=True)
+    q, k, v, decay, beta = case.values
+    chosen = torch.randint(len(decays), decay.shape, generator=torch.Generator().manual_seed(0))
+    case = case._replace(values=(q, k, v, torch.tensor(decays)[chosen], beta))
+    (out,) = in_steps(run_on(triton_device, "gated_delta"), [case], 130)
+    truth = case.wide().run()
+    assert (out.float() - truth).norm() < 8e-4 * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_heads_of_128_with_decays_by_dim_are_near_to_the_truth(triton_device: str, dtype: torch.dtype):
+    if triton_device == "cpu" and dtype is BF16:
+        pytest.skip("the interpreter multiplies no matrices in bf16")
+    sizes = {"key_heads": 2, "heads": 2, "key_dim": 128, "value_dim": 128, "by_dim": True}
+    case = make_case("gated_delta", 130, dtype, **sizes)
+    (out,) = in_steps(run_on(triton_device, "gated_delta"), [case], 130)
+    truth = case.wide().run()
+    error = 8e-4 if dtype is torch.float16 else 6.4e-3
+    assert (out.float() - truth).norm() < error * truth.norm()
+
+
+@pytest.mark.parametrize("by_dim", [False, True])
+def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str, by_dim: bool):
     """The triangular system of a chunk is then as far from the identity as it can be."""
-    case = make_case("gated_delta", 128, torch.float16, key_heads=1, heads=2, key_dim=32, value_dim=40)
+    sizes = {"key_heads": 1, "heads": 2, "key_dim": 32, "value_dim": 40}
+    case = make_case("gated_delta", 128, torch.float16, **sizes, by_dim=by_dim)
     q, k, v, decay, beta = case.values
     values = q, (1 + 0.1 * k.float()).half(), v, torch.full_like(decay, -1e-3), torch.full_like(beta, 0.95)
     case = case._replace(values=values)
@@ -168,6 +208,10 @@ def test_prompts_of_sizes_that_chunks_do_not_take_go_token_by_token():
     assert suits(torch.float16, 64, 64, is_unit=True) and not suits(torch.float16, 64, 64)
     assert not any(suits(torch.bfloat16, *sizes) for sizes in ((8, 64), (129, 64), (64, 32), (64, 129)))
     assert not suits(torch.float32, 64, 64, is_unit=True)
+    assert suits(torch.bfloat16, 96, 64, is_unit=True, by_dim=True)
+    assert not suits(torch.bfloat16, 100, 64, is_unit=True, by_dim=True) and not suits(
+        torch.bfloat16, 96, 64, by_dim=True
+    )
 
 
 def test_large_states_and_convolutions_are_left_to_the_reference():

@@ -542,16 +542,15 @@ def recur() -> None:
         for keys, decay, normalize in ((x[:, :16], steps[..., 0], True), (x, steps, True), (x, steps, False)):
             given = keys, keys, x, decay, x[..., 0], states, batch
             gated_delta.batched_gated_delta(*given, scale=0.1, normalize=normalize)
-        qkv, conv_states = zeros(tokens, 12352, dtype=dtype), zeros(6, kept, 3, 8192, dtype=dtype)
-        parts, weight = qkv.split([8192, 4096, 32, 32], 1), zeros(8192, 4, dtype=dtype)
+        conv_states, weight = zeros(6, kept, 3, 8192, dtype=dtype), zeros(8192, 4, dtype=dtype)
         numbers_of_heads, norm = zeros(32, dtype=torch.float32), zeros(128, dtype=dtype)
-        rest = conv_states, states, batch, weight, numbers_of_heads, numbers_of_heads, norm
-        nets = [
-            delta_net.gated_delta_net,
-            *([hopper_net.decode] if hopper_net.suits(qkv, parts[2], states, batch) else []),
-        ]
-        for net in nets:
-            net(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
+        for decays in (32, 4096):  # by head, by dim
+            sizes = [8192, 4096, decays, 32]
+            parts = zeros(tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+            rest = conv_states, states, batch, weight, numbers_of_heads, zeros(decays, dtype=torch.float32), norm
+            delta_net.gated_delta_net(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
+            if hopper_net.suits(parts[0], states, batch):
+                hopper_net.decode(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
         lightning.batched_lightning(x, x, x, states, batch, steps[0, :, 0].contiguous(), scale=0.1)
         x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
         states = zeros(6, kept, 64, 64, 128, dtype=torch.float32)

@@ -1,11 +1,12 @@
 """Decodes of a gated delta net in one launch on Hopper, in Gluon.
 
-    if suits(qkv, a, state, batch):
+    if suits(qkv, state, batch):
         o = decode(qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, …)      # as the op
 
 A program takes the heads of a sequence that share a key, since they share channels of the convolution, whose state it
-moves on. A warp has 32 columns of a head's state, so that sums over a key stay within it. States and weights, which the
-kernel ahead does not write, are on their way before that one has ended.
+moves on: one after another if each dim of a key has its decay. A warp has 32 columns of a head's state, so that sums
+over a key stay within it. States and weights, which the kernel ahead does not write, are on their way before that one
+has ended.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def _gated_delta_net(
     qkv, z, a, b, conv_states, states, slots, lengths, conv, a_log, bias, norm, out, qkv_stride, z_stride, a_stride,
     b_stride, SCALE: gl.constexpr, EPS: gl.constexpr, NORM_EPS: gl.constexpr, KIND: gl.constexpr,
     BETA_SCALE: gl.constexpr, TAPS: gl.constexpr, CONV_KEPT: gl.constexpr, KEPT: gl.constexpr,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, EACH: gl.constexpr,
-    WARPS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, DECAYS: gl.constexpr,
+    EACH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """EACH: heads whose states are in registers at a time; WARPS: one for 32 of their columns
+    DECAYS: of a head, 1 or, with EACH 1, DIM
     EPS: added to squared lengths of keys and queries, which are normalized then; None: they are not
     """
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, WARPS], [1, 0])
@@ -90,8 +92,11 @@ def _gated_delta_net(
         state = gl.load(before + entries, mask=is_old, other=0.0).to(gl.float32)
         of_value = 2 * KEY_HEADS * DIM + heads * WIDTH + columns % WIDTH
         value_sum, value_weight, value_inputs = _convolve_past(past, conv, of_value, is_old, TAPS, CHANNELS)
-        rate = gl.exp(gl.load(a_log + heads).to(gl.float32))
-        shift = gl.load(bias + heads).to(gl.float32)
+        decays = heads
+        if DECAYS > 1:
+            decays = (of_key * GROUP + part) * DIM + gl.arange(0, DIM, layout=KEY)
+        rate = gl.exp(gl.load(a_log + decays // DECAYS).to(gl.float32))
+        shift = gl.load(bias + decays).to(gl.float32)
         barrier()  # all have read what is written over from here on
         _keep(past_after, value_inputs, of_value, TAPS, CHANNELS)
         if part == 0:
@@ -112,11 +117,15 @@ def _gated_delta_net(
             query, key = gl.convert_layout(query, ROW), gl.convert_layout(key, ROW)
         value_input = gl.load(x + of_value)
         gl.store(newest + of_value, value_input)
-        raw = gl.load(a + token * a_stride + heads).to(gl.float32)
+        raw = gl.load(a + token * a_stride + decays).to(gl.float32)
         step = tl.sigmoid(gl.load(b + token * b_stride + heads).to(gl.float32)) * BETA_SCALE
         gate = gl.load(z + token * z_stride + heads * WIDTH + columns % WIDTH).to(gl.float32)
         value = _convolve(value_input, value_sum, value_weight, dtype)
-        state *= gl.exp(-rate * softplus(raw + shift))[None, :]
+        decay = gl.exp(-rate * softplus(raw + shift))
+        if DECAYS > 1:
+            state *= gl.convert_layout(decay, ROW)[:, None]
+        else:
+            state *= decay[None, :]
         # both sums at once: what is added now is read by (query . key) of it
         seen, read = gl.sum(state * key[:, None], 0), gl.sum(state * query[:, None], 0)
         moved = step * (value - seen)
@@ -138,11 +147,10 @@ def heads_at_once(group: int, width: int) -> int:
     return max(num for num in (1, 2, 4) if num <= most and group % num == 0)
 
 
-def suits(qkv: Tensor, a: Tensor, state: Tensor, batch: Batch) -> bool:
-    """Whether the kernel takes these: decodes of one token each, in bf16, with a decay for each head."""
-    heads, dim, width = state.shape[2:]
+def suits(qkv: Tensor, state: Tensor, batch: Batch) -> bool:
+    """Whether the kernel takes these: decodes of one token each, in bf16."""
     is_decode = batch.num_single_query == len(qkv)
-    return is_decode and qkv.dtype == torch.bfloat16 and a.shape[1] == heads and {dim, width} <= {*SIZES}
+    return is_decode and qkv.dtype == torch.bfloat16 and {*state.shape[3:]} <= {*SIZES}
 
 
 def decode(
@@ -154,12 +162,13 @@ def decode(
     assert batch.slots is not None and state.is_contiguous() and conv_state.is_contiguous() and conv.is_contiguous()
     assert all(each.stride(1) == 1 for each in (qkv, z, a, b))
     kept, heads, dim, width = state.shape[1:]
-    each = heads_at_once(heads // key_heads, width)
+    decays = a.shape[1] // heads
+    each = heads_at_once(heads // key_heads, width) if decays == 1 else 1
     out, warps = z.new_empty(len(qkv), heads * width), each * width // LANES
     _gated_delta_net[len(qkv), key_heads](
         qkv, z, a, b, conv_state, state, batch.slots, batch.lengths, conv, a_log, bias, norm, out, qkv.stride(0),
         z.stride(0), a.stride(0), b.stride(0), scale, L2_EPS if normalize else None, eps, kind, beta_scale,
-        conv.shape[1], conv_state.shape[1], kept, key_heads, heads, dim, width, each, warps, num_warps=warps,
+        conv.shape[1], conv_state.shape[1], kept, key_heads, heads, dim, width, decays, each, warps, num_warps=warps,
         launch_pdl=True,
     )  # fmt: skip
     return out
@@ -171,7 +180,7 @@ def gated_delta_net(
     beta_scale: float = 1.0, normalize: bool = False,
 ) -> Tensor:  # fmt: skip
     """The op: decodes by this kernel, others by Triton's."""
-    own = decode if suits(qkv, a, state, batch) else delta_net.gated_delta_net
+    own = decode if suits(qkv, state, batch) else delta_net.gated_delta_net
     return own(
         qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, key_heads=key_heads, scale=scale, eps=eps,
         kind=kind, beta_scale=beta_scale, normalize=normalize,

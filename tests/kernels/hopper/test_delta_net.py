@@ -25,6 +25,7 @@ SIZES: list[dict[str, Any]] = [
     {"key_heads": 2, "heads": 4},
     {"key_heads": 1, "heads": 3, "taps": 2, "kind": "sigmoid", "beta_scale": 2.0},
     {"key_heads": 2, "heads": 8, "normalize": False, "key_dim": 64},
+    {"key_heads": 2, "heads": 4, "by_dim": True, "kind": "sigmoid"},
 ]
 
 
@@ -66,7 +67,16 @@ def test_decodes_equal_the_reference_by_these_programs(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
-@pytest.mark.parametrize("sizes", [*SIZES, {"key_heads": 16, "heads": 32}, {"key_heads": 4, "heads": 16}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *SIZES,
+        {"key_heads": 16, "heads": 32},
+        {"key_heads": 4, "heads": 16},
+        {"key_heads": 32, "heads": 32, "by_dim": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (3, 1), (2, 3), (130, 1)])
 def test_decodes_equal_the_reference(count: int, kept: int, sizes: dict[str, Any]):
     check("cuda", delta_net.decode, count, kept, sizes)

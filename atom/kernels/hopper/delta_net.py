@@ -24,7 +24,10 @@ from atom.kernels.triton.recurrent import delta_net
 from atom.kernels.triton.recurrent.states import row_of
 
 SIZES = (64, 128)  # of keys and values, see accepts_delta_net
-COLUMNS = 256  # of states that a program has in registers: of several heads
+# of states that a program has in registers, of several heads: of a few sequences as many as fit, of more half as many, so
+# that one program's states come while another's are computed
+COLUMNS, FEW_COLUMNS = 128, 256
+FEW = 8  # sequences
 LANES = 32
 
 
@@ -141,9 +144,9 @@ def _gated_delta_net(
         gl.store(place, (read * factor * weight * activation(gate, KIND)).to(dtype))
 
 
-def heads_at_once(group: int, width: int) -> int:
+def heads_at_once(num_sequences: int, group: int, width: int) -> int:
     """The heads of a key whose states a program has in registers: as many as fit and divide them."""
-    most = min(COLUMNS // width, group)
+    most = min((FEW_COLUMNS if num_sequences <= FEW else COLUMNS) // width, group)
     return max(num for num in (1, 2, 4) if num <= most and group % num == 0)
 
 
@@ -163,7 +166,7 @@ def decode(
     assert all(each.stride(1) == 1 for each in (qkv, z, a, b))
     kept, heads, dim, width = state.shape[1:]
     decays = a.shape[1] // heads
-    each = heads_at_once(heads // key_heads, width) if decays == 1 else 1
+    each = heads_at_once(len(qkv), heads // key_heads, width) if decays == 1 else 1
     out, warps = z.new_empty(len(qkv), heads * width), each * width // LANES
     _gated_delta_net[len(qkv), key_heads](
         qkv, z, a, b, conv_state, state, batch.slots, batch.lengths, conv, a_log, bias, norm, out, qkv.stride(0),

@@ -58,7 +58,7 @@ def check(device: str, run: Callable[..., Tensor], count: int, kept: int, sizes:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 3), (9, 1)])
 def test_decodes_equal_the_reference_by_these_programs(
     count: int, kept: int, sizes: dict[str, Any], emulated: SimpleNamespace
 ):

@@ -42,7 +42,7 @@ MIN_DIM, MAX_DIM = 9, 128  # of keys, whose tiles of fewer have no product, and 
 MIN_WIDTH = 33  # of values: with tiles of 16 and 32 columns Triton 3.6 gives wrong sums on an H200
 BLOCK = 16  # tokens that a warp has, of a chunk whose decays are by dim
 BLOCK_K = 32  # dims that its program has at a time
-DIM_MULTIPLE = 8  # of such keys
+MIN_DIM_BY_DIM, DIM_MULTIPLE = 40, 8  # of such keys: with tiles of 32 sums are wrong too
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_STEP = tl.constexpr(-150.0)  # of a decay's logarithm to base 2: below it all are 0, and fp16 ends
 
@@ -366,7 +366,7 @@ def suits(v: Tensor, dim: int, *, is_unit: bool = False, by_dim: bool = False) -
 
     by_dim: each dim has a decay of its own, which takes keys of the length 1
     """
-    if by_dim and not (is_unit and dim % DIM_MULTIPLE == 0):
+    if by_dim and (not is_unit or dim < MIN_DIM_BY_DIM or dim % DIM_MULTIPLE):
         return False
     is_known = v.dtype in DTYPES or (is_unit and v.dtype == torch.float16)
     return is_known and MIN_DIM <= dim <= MAX_DIM and MIN_WIDTH <= v.shape[2] <= MAX_DIM

@@ -110,7 +110,7 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
     ("name", "sizes"),
     [
         ("gated_delta", {"value_dim": 40}),
-        ("gated_delta", {"key_dim": 24, "value_dim": 40, "by_dim": True}),
+        ("gated_delta", {"key_dim": 40, "value_dim": 40, "by_dim": True}),
         ("lightning", {}),
         ("ssd", {"dim": 40}),
     ],
@@ -160,7 +160,7 @@ def test_heads_of_128_with_decays_by_dim_are_near_to_the_truth(triton_device: st
 @pytest.mark.parametrize("by_dim", [False, True])
 def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str, by_dim: bool):
     """The triangular system of a chunk is then as far from the identity as it can be."""
-    sizes = {"key_heads": 1, "heads": 2, "key_dim": 32, "value_dim": 40}
+    sizes = {"key_heads": 1, "heads": 2, "key_dim": 40, "value_dim": 40}
     case = make_case("gated_delta", 128, torch.float16, **sizes, by_dim=by_dim)
     q, k, v, decay, beta = case.values
     values = q, (1 + 0.1 * k.float()).half(), v, torch.full_like(decay, -1e-3), torch.full_like(beta, 0.95)

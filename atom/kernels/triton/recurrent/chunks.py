@@ -361,11 +361,24 @@ def _pass_state(
     tl.store(after, state.to(states.dtype.element_ty), mask=is_entry)
 
 
-def suits(v: Tensor, dim: int, *, is_unit: bool = False, by_dim: bool = False) -> bool:
-    """Whether prompts go in chunks: in bf16 or, if keys have the length 1, fp16, and with as many dims as can be.
+def single_tokens(batch: Batch, kept: int, is_chunked: bool) -> tuple[int, int]:
+    """Sequences that have tokens which go one by one, and the first ones of them that have no others.
+
+    is_chunked: prompts go in chunks, but for their last `kept` - 1 tokens
+    """
+    assert batch.slots is not None
+    num_whole = batch.num_decodes if is_chunked else len(batch.slots)
+    return len(batch.slots) if kept > 1 else num_whole, num_whole
+
+
+def suits(v: Tensor, dim: int, batch: Batch, *, is_unit: bool = False, by_dim: bool = False) -> bool:
+    """Whether there are prompts that go in chunks: in bf16 or, if keys have the length 1, fp16, of dims that can be.
 
     by_dim: each dim has a decay of its own, which takes keys of the length 1
     """
+    assert batch.slots is not None
+    if batch.num_decodes == len(batch.slots):
+        return False
     if by_dim and (not is_unit or dim < MIN_DIM_BY_DIM or dim % DIM_MULTIPLE):
         return False
     is_known = v.dtype in DTYPES or (is_unit and v.dtype == torch.float16)

@@ -86,17 +86,16 @@ def _gated_delta(
 def batched_gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch, *,
                         scale: float, normalize: bool = False) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and all(map(has_rows, (q, k, v))) and state.is_contiguous()
+    assert all(map(has_rows, (q, k, v))) and state.is_contiguous()
     heads, width = v.shape[1:]
     key_heads, dim = q.shape[1:]
     out = v.new_empty(v.shape)
     decay, beta, kept, eps = decay.contiguous(), beta.contiguous(), state.shape[1], L2_EPS if normalize else None
-    num_sequences, num_whole = len(batch.slots), len(batch.slots)
-    is_chunked = normalize and chunks.suits(v, dim, is_unit=True, by_dim=decay.dim() == 3)
-    if is_chunked and batch.num_decodes < num_sequences:
+    is_chunked = normalize and chunks.suits(v, dim, batch, is_unit=True, by_dim=decay.dim() == 3)
+    if is_chunked:
         chunks.attend_chunks(q, k, v, state, batch, out, steps=decay, beta=beta, scale=scale, eps=eps, is_delta=True)
-        num_whole = batch.num_decodes
-    if num_sequences := num_sequences if kept > 1 else num_whole:
+    num_sequences, num_whole = chunks.single_tokens(batch, kept, is_chunked)
+    if num_sequences:
         _gated_delta[num_sequences * heads, -(-width // COLUMNS)](
             q, k, v, decay, beta, state, batch.slots, batch.starts, batch.lengths, out, num_whole, q.stride(0),
             k.stride(0), v.stride(0), scale, eps, decay.dim() == 3, kept, key_heads, heads, dim, width,

@@ -65,13 +65,13 @@ def _lightning(
 def batched_lightning(q: Tensor, k: Tensor, v: Tensor, state: Tensor, batch: Batch, slopes: Tensor, *,
                       scale: float = 1.0) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and all(map(has_rows, (q, k, v))) and state.is_contiguous()
+    assert all(map(has_rows, (q, k, v))) and state.is_contiguous()
     heads, width = v.shape[1:]
-    out, num_sequences, num_whole = v.new_empty(v.shape), len(batch.slots), len(batch.slots)
-    if batch.num_decodes < num_sequences and chunks.suits(v, q.shape[2]):
+    out, is_chunked = v.new_empty(v.shape), chunks.suits(v, q.shape[2], batch)
+    if is_chunked:
         chunks.attend_chunks(q, k, v, state, batch, out, rates=-slopes.float(), scale=scale)
-        num_whole = batch.num_decodes
-    if num_sequences := num_sequences if state.shape[1] > 1 else num_whole:
+    num_sequences, num_whole = chunks.single_tokens(batch, state.shape[1], is_chunked)
+    if num_sequences:
         _lightning[num_sequences * heads, -(-width // COLUMNS)](
             q, k, v, state, batch.slots, batch.starts, batch.lengths, slopes, out, num_whole, q.stride(0),
             k.stride(0), v.stride(0), scale, state.shape[1], heads, q.shape[2], width, BLOCK_V=COLUMNS, num_warps=4,

@@ -68,16 +68,15 @@ def _ssd(
 def batched_ssd(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, a_log: Tensor,
                 d: Tensor) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
-    assert batch.slots is not None and all(map(has_rows, (x, b, c))) and state.is_contiguous()
+    assert all(map(has_rows, (x, b, c))) and state.is_contiguous()
     heads, dim = x.shape[1:]
     groups, size = b.shape[1:]
-    out, num_sequences, num_whole = x.new_empty(x.shape), len(batch.slots), len(batch.slots)
-    dt = dt.contiguous()
-    if batch.num_decodes < num_sequences and chunks.suits(x, size):
+    out, dt, is_chunked = x.new_empty(x.shape), dt.contiguous(), chunks.suits(x, size, batch)
+    if is_chunked:
         rates = -a_log.float().exp()
         chunks.attend_chunks(c, b, x, state, batch, out, steps=dt, rates=rates, beta=dt, skip=d, is_transposed=True)
-        num_whole = batch.num_decodes
-    if num_sequences := num_sequences if state.shape[1] > 1 else num_whole:
+    num_sequences, num_whole = chunks.single_tokens(batch, state.shape[1], is_chunked)
+    if num_sequences:
         _ssd[num_sequences * heads, -(-dim // CHANNELS)](
             x, dt, b, c, state, batch.slots, batch.starts, batch.lengths, a_log, d, out, num_whole, x.stride(0),
             b.stride(0), c.stride(0), state.shape[1], groups, heads, dim, size, BLOCK_P=CHANNELS, num_warps=4,

@@ -201,8 +201,10 @@ def test_tokens_may_lie_apart(triton_device: str, name: str):
 
 
 def test_prompts_of_sizes_that_chunks_do_not_take_go_token_by_token():
+    prompt = Batch({}, {}, torch.tensor([0, 1]), torch.tensor([1]), 0, slots=torch.tensor([0]))
+
     def suits(dtype: torch.dtype, dim: int, width: int, **options: bool) -> bool:
-        return chunks.suits(torch.empty(1, 1, width, dtype=dtype), dim, **options)
+        return chunks.suits(torch.empty(1, 1, width, dtype=dtype), dim, prompt, **options)
 
     assert suits(torch.bfloat16, 9, 33) and suits(torch.bfloat16, 128, 128)
     assert suits(torch.float16, 64, 64, is_unit=True) and not suits(torch.float16, 64, 64)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -262,15 +262,16 @@ def recurrence_costs(node: Node) -> list[Recurrence]:
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
     """The work of a step: in matmuls with weights, in attention, and in recurrent ops."""
-    rows = step.num_rows(costs)
+    runs = step.runs(costs)
 
-    def of_layers(layers: Iterable[Attention | Recurrence]) -> Work:
-        return total(layer.work(step).times(count) for layer, count in Counter(layers).items())
+    def of_layers(kind: Literal["attention", "recurrent"]) -> Work:
+        layers = ((run.step, Counter(getattr(costs[run.program], kind))) for run in runs)
+        return total(layer.work(seen).times(count) for seen, counts in layers for layer, count in counts.items())
 
     return {
-        "matrix": total(costs[name].work(num) for name, num in rows.items()),
-        "attention": of_layers(layer for name in rows for layer in costs[name].attention),
-        "recurrent": of_layers(layer for name in rows for layer in costs[name].recurrent),
+        "matrix": total(costs[run.program].work(run.num_rows) for run in runs),
+        "attention": of_layers("attention"),
+        "recurrent": of_layers("recurrent"),
     }
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from atom.config import Config
 from atom.errors import ConfigError
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, HEAD
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD
 from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_sharegpt
 from atom.runtime.engine import Engine
 from atom.runtime.schedule.data_parallel import split
@@ -49,17 +49,40 @@ class Step(NamedTuple):
     decodes: array[int]  # rows that compute the newest token, and drafts: positions that the last sees, itself included
     chunks: list[tuple[int, int]]  # the other rows, of prompts: first position and number of tokens
     num_sampled: int
-    num_drafts: int = 0  # that were verified
+    drafted: tuple[int, ...] = ()  # the decodes with a first draft that was verified, those with a second one, …
     groups: tuple[Step, ...] = ()  # what each of several data groups computed
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.drafted)
 
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_drafts + sum(num_tokens for _, num_tokens in self.chunks)
 
-    def num_rows(self, programs: Container[str]) -> dict[str, int]:
-        """Rows of each of a text's programs that it ran, in their order."""
-        rows = {DRAFT_HEAD: self.num_drafts, BODY: self.num_tokens, HEAD: self.num_sampled, DRAFT: self.num_tokens}
-        return {name: num for name, num in rows.items() if name in programs}
+    def runs(self, programs: Container[str]) -> list[Run]:
+        """The runs of a text's programs, in their order.
+
+        Drafts are computed one after the other. The first needs no run of DRAFT if that takes the body's hidden states,
+        since it ran over the newest token with the step before.
+        """
+        runs = list[Run]()
+        for at, num_rows in enumerate(self.drafted):
+            if at or DRAFT_IN not in programs:
+                contexts = array("q", sorted(self.decodes)[:num_rows])
+                runs.append(Run(DRAFT, num_rows, Step(self.at, contexts, [], 0)))
+            runs.append(Run(DRAFT_HEAD, num_rows, self))
+        runs += [Run(BODY, self.num_tokens, self), Run(HEAD, self.num_sampled, self)]
+        runs += [Run(name, self.num_tokens, self) for name in (DRAFT_IN, DRAFT)]
+        return [run for run in runs if run.program in programs]
+
+
+class Run(NamedTuple):
+    """A run of a program within a step."""
+
+    program: str
+    num_rows: int
+    step: Step  # what its layers with states see
 
 
 @dataclass
@@ -109,9 +132,10 @@ def read_step(plan: Plan, sampled: Sampled, sampling: list[Sequence]) -> Step:
     rows = [*decodes, *(row for row in others if row.samples)]
     sampling += [row.sequence for row in rows]
     contexts = array("q", [row.sequence.num_tokens + len(row.drafts) for row in decodes])
-    num_drafts = sum(sampled.num_drafted.values())
     chunks = [(row.start, row.num_tokens) for row in others]
-    return Step(0.0, contexts, chunks, len(rows) + num_drafts, num_drafts)
+    counts = sampled.num_drafted.values()
+    drafted = tuple(sum(count > at for count in counts) for at in range(max(counts, default=0)))
+    return Step(0.0, contexts, chunks, len(rows) + sum(drafted), drafted)
 
 
 def together(groups: list[Step], at: float) -> Step:
@@ -120,8 +144,8 @@ def together(groups: list[Step], at: float) -> Step:
         return groups[0]._replace(at=at)
     contexts = array("q", itertools.chain(*(group.decodes for group in groups)))
     chunks = [chunk for group in groups for chunk in group.chunks]
-    num_sampled, num_drafts = sum(group.num_sampled for group in groups), sum(group.num_drafts for group in groups)
-    return Step(at, contexts, chunks, num_sampled, num_drafts, tuple(groups))
+    drafted = map(sum, itertools.zip_longest(*(group.drafted for group in groups), fillvalue=0))
+    return Step(at, contexts, chunks, sum(group.num_sampled for group in groups), tuple(drafted), tuple(groups))
 
 
 def submit(engine: Engine, requests: list[WorkloadRequest], config: Config) -> list[str]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,12 +171,14 @@ class PieceKernel(NamedTuple):
     def title(self) -> str:
         return f"piece {', '.join(map(str, self.numbers))}: {self.name}"
 
-    def limit(self, steps: Sequence[Step], limits: Limits) -> float:
+    def limit(self, steps: Sequence[Step], limits: Limits, programs: Container[str]) -> float:
+        """programs: those of the text"""
         return sum(
-            limits.seconds(total([once, each.times(num_rows)]))
+            limits.seconds(total([once, each.times(run.num_rows)]))
             for step in steps
+            for run in step.runs(programs)
             for program, once, each in self.reads
-            if (num_rows := step.num_rows({program}).get(program, 0))
+            if program == run.program and run.num_rows
         )
 
 
@@ -210,15 +213,13 @@ def match_matmuls(
 
     Empty if kernels and matmuls are not one to one. Steps that ran ahead may follow those that are known.
     """
-    expected = [
-        (matmul, num_rows)
+    by_step = [
+        [(matmul, run.num_rows) for run in step.runs(costs) if run.num_rows for matmul in costs[run.program].matmuls]
         for step in steps
-        for program, num_rows in step.num_rows(costs).items()
-        for matmul in (costs[program].matmuls if num_rows else ())
     ]
-    programs = {name for step in steps for name in step.num_rows(costs)}
-    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].matmuls) for name in programs)
-    if not programs or num_ahead < 0 or num_ahead % per_step:
+    expected = list(chain.from_iterable(by_step))
+    num_ahead, per_step = len(launches) - len(expected), max(map(len, by_step), default=0)
+    if not per_step or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, min_seconds = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for (matmul, num_rows), taken in zip(expected, launches, strict=False):
@@ -264,7 +265,7 @@ def describe(
         "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
         "products": [entry(*matmul) for matmul in matmuls],
         "rows": [
-            {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits)), "kind": "piece"}
+            {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits, costs)), "kind": "piece"}
             if (piece := piece_of.get(row.name))
             else {**entry(row.name, row.calls, row.seconds), "kind": row.kind}
             for row in summary.rows

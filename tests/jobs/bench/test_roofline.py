@@ -97,13 +97,39 @@ def test_the_states_of_recurrent_layers_are_read_and_written(costs_of: Any):
     entry = state * 4 + inputs * 2
     token = state * 6 + inputs * 2
     assert step_work(costs, decode(300, 7))["recurrent"] == Work(3 * 2 * 2 * entry, 3 * 2 * token)
-    drafting = Step(0.0, array("q", [300]), [], 3, num_drafts=2)
+    drafting = Step(0.0, array("q", [300]), [], 3, (1, 1))
     assert step_work(costs, drafting)["recurrent"] == Work(3 * (1 + 3) * entry, 3 * 3 * token), (
         "one is read, three written"
     )
     first = Step(0.0, array("q"), [(0, 100)], 1)
     assert step_work(costs, first)["recurrent"] == Work(3 * entry, 3 * 100 * token), "nothing is read at the start"
     assert step_work(costs_of(QWEN3_06B), decode(300, 7))["recurrent"] == Work()
+
+
+def test_each_of_two_ranks_has_half_of_the_states_and_no_less_than_a_kv_head(costs_of: Any):
+    one, two, four = (
+        step_work(costs_of(QWEN3_5_2B, *ranks), decode(300, 7)) for ranks in ([], ["parallel=tp2"], ["parallel=tp4"])
+    )
+    assert two["recurrent"] == Work(one["recurrent"].bytes / 2, one["recurrent"].flops / 2)
+    assert four["recurrent"].bytes == one["recurrent"].bytes / 4
+    assert one["attention"].bytes == 307 * 2 * 2 * 256 * 2
+    assert two["attention"].bytes == four["attention"].bytes == one["attention"].bytes / 2, "there are 2 KV heads"
+    assert four["attention"].flops == one["attention"].flops / 4
+
+
+def test_drafts_are_computed_one_after_the_other(costs_of: Any):
+    costs = costs_of(QWEN3_5_2B, "model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=2")
+    none, one, two = (
+        step_work(costs, Step(0.0, array("q", [300, 7]), [], 2 + sum(drafted), drafted))
+        for drafted in ((), (2,), (2, 1))
+    )
+    to_kv = 2048 * 2 * 2048 + (8 + 2 + 2) * 256 * 2048  # of embedding and hidden state; q, k and v
+    rest = 2 * 8 * 256 * 2048 + 3 * 2048 * 6144 + 151936 * 2048  # after the attention: its gate and output, mlp, head
+    vectors = 3 * 2048 + 2 * 256 + 32, 2 * 2048  # norms in fp32, and frequencies
+    assert one["matrix"].bytes - none["matrix"].bytes == 2 * rest + 4 * vectors[1]
+    assert two["matrix"].bytes - one["matrix"].bytes == 2 * (to_kv + rest) + 4 * sum(vectors)
+    assert one["attention"].bytes == none["attention"].bytes
+    assert two["attention"].bytes - one["attention"].bytes == 7 * 2 * 2 * 256 * 2, "of the one that has a second draft"
 
 
 def test_a_head_is_read_where_a_row_samples_and_a_tied_one_like_any_other(costs_of: Any):

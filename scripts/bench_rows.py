@@ -46,13 +46,16 @@ FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
 INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
 BLOCKS = ("quant=fp8_block",)
 MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1", "serve.acceptance_length=1.8")
+# each draft accepted as often as that one: 1 + 0.8 + 0.8 * 0.8 tokens
+MTP2 = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=2", "serve.acceptance_length=2.44")
 # by chance: 2.5 tokens of 4 on average, 2 of 2 if one is drafted
 DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
 EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
 TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
 TP2, TP4 = ("parallel=tp2",), ("parallel=tp4",)
 AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
-NEXT_TITLE, NEXT = "Qwen3-Next-80B-A3B bf16, 24 layers", ("model.layers=24",)
+NEXT_TITLE, NEXT_MODEL, NEXT = "Qwen3-Next-80B-A3B bf16, 24 layers", "qwen3_next_80b_a3b", ("model.layers=24",)
+LOADS = (1, 32, 128, "prefill")  # of a row's name
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 FP8_TITLE = "Qwen3-8B fp8, head and KV too"
 
@@ -84,11 +87,19 @@ def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, 
         yield row._replace(title=f"{row.title}, {title}", target=factor, setup=(*row.setup, *setup), than=than)
 
 
-def shares(title: str, model: str, of: str, setup: tuple[str, ...]) -> Iterator[Row]:
-    """Rows of 1 and 32 requests that are to reach the share of the limit that others of as many requests have."""
-    for row in decodes(title, model, (1, 1, 1), setup):
-        if row.num_prompts <= 32:
-            yield row._replace(than=f"{of}-{row.num_prompts}", by_share=True)
+def shares(
+    name: str,
+    title: str,
+    model: str,
+    of: str,
+    setup: tuple[str, ...] = (),
+    loads: Sequence[int | str] = (1, 32),
+    target: float = 1,
+    num_gpus: int = 1,
+) -> dict[str, Row]:
+    """Rows with the loads of others, compared by the share of the limit. target: of their share, to be reached"""
+    changes = {"title": title, "model": model, "setup": setup, "num_gpus": num_gpus, "target": target, "by_share": True}
+    return {f"{name}-{load}": ROWS[than := f"{of}-{load}"]._replace(**changes, than=than) for load in loads}
 
 
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
@@ -111,8 +122,8 @@ ROWS = {
     **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", (500, 2400, 5500))),
     **named("30b-a3b-fp8", decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", (650, 3600, 8500), BLOCKS)),
     **named("30b-a3b", decodes("Qwen3-30B-A3B bf16", "qwen3_30b_a3b", (500, 2050, 5200))),
-    **named("next", decodes(NEXT_TITLE, "qwen3_next_80b_a3b", (700, 2850, 5400), NEXT)),
-    "next-prefill": prefill(NEXT_TITLE, "qwen3_next_80b_a3b", 150_000, NEXT),
+    **named("next", decodes(NEXT_TITLE, NEXT_MODEL, (700, 2850, 5400), NEXT)),
+    "next-prefill": prefill(NEXT_TITLE, NEXT_MODEL, 150_000, NEXT),
     **named("32b-tp2", decodes("Qwen3-32B bf16, 2 GPUs", "qwen3_32b", (112, 1950, 3100), TP2, num_gpus=2)),
     **named("32b-tp4", decodes("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", (200, 3100, 5200), TP4, num_gpus=4)),
     "32b-tp4-prefill": prefill("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", 33000, TP4, num_gpus=4),
@@ -126,9 +137,16 @@ ROWS |= {
     **named("8b-eagle3", multiples("EAGLE-3 drafts, 2.5 tokens a step", "8b", SPEED_UPS, EAGLE3)),
     **named("8b-eagle3-table", multiples("EAGLE-3 drafts, as measured times allow", "8b", SPEED_UPS, TABLE)),
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
-    **named("glm-air-fp8", shares("GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR)),
-    **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
+    **shares("glm-air-fp8", "GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR),
+    **shares("v3-fp8", "DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3),
+    **shares("nemotron-nano", "Nemotron-Nano-9B-v2 bf16", "nemotron_nano_9b_v2", "next", (), LOADS),
+    **shares("next-fp8", NEXT_TITLE.replace("bf16", "fp8"), NEXT_MODEL, "next", ("quant=fp8", *NEXT), LOADS),
+    **shares("next-fp8-block", NEXT_TITLE.replace("bf16", "block fp8"), NEXT_MODEL, "next", (*BLOCKS, *NEXT), LOADS),
+    # 48 layers, with 0.85 of the share that 24 on one GPU have
+    **shares("next-tp2", "Qwen3-Next-80B-A3B bf16, 2 GPUs", NEXT_MODEL, "next", TP2, (32,), 0.85, num_gpus=2),
     **named("v2-lite-mtp", multiples("MTP, 1.8 tokens a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
+    **named("next-mtp", multiples("MTP, 1.8 tokens a step", "next", {1: 1.3}, MTP)),
+    **named("next-mtp2", multiples("MTP, 2.44 tokens a step", "next", {1: 1.3}, MTP2)),
 }
 GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
 
@@ -154,7 +172,7 @@ STARTS = {
     "start-30b-a3b-fp8": Start("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", MIXTURE_START, BLOCKS),
     "start-v2-lite": Start("DeepSeek-V2-Lite bf16", "deepseek_v2_lite", MIXTURE_START),
     "start-gpt-oss-20b": Start("gpt-oss-20b", "gpt_oss_20b", MIXTURE_START),
-    "start-next": Start(NEXT_TITLE, "qwen3_next_80b_a3b", MIXTURE_START, NEXT),
+    "start-next": Start(NEXT_TITLE, NEXT_MODEL, MIXTURE_START, NEXT),
 }
 SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
 NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)

@@ -36,7 +36,7 @@ def test_rows_of_a_layout_share_an_engine_and_say_what_is_to_be_reached():
 
 def test_drafts_are_held_against_the_rows_that_they_change():
     drafted = {name: row for name, row in ROWS.items() if "serve.method" in " ".join(row.setup)}
-    assert len(drafted) == 19
+    assert len(drafted) == 21
     for name, row in drafted.items():
         plain = ROWS[row.than]
         assert name.endswith(f"-{plain.num_prompts}") and row.setup[: len(plain.setup)] == plain.setup
@@ -44,6 +44,17 @@ def test_drafts_are_held_against_the_rows_that_they_change():
     assert with_compared(["v2-lite-mtp-32", "8b-eagle3-256", "start"]) == [
         "8b-128", "8b-256", "v2-lite-32", "8b-eagle3-256", "v2-lite-mtp-32", "start",
     ]  # fmt: skip
+
+
+def test_a_hybrid_is_held_against_another_by_its_share_of_the_limit():
+    formats = ("nemotron-nano", "next-fp8", "next-fp8-block")
+    expected = {f"{name}-{load}": (f"next-{load}", 1) for name in formats for load in (1, 32, 128, "prefill")}
+    expected["next-tp2-32"] = "next-32", 0.85
+    found = {name: row for name, row in ROWS.items() if row.by_share and row.than.startswith("next-")}
+    assert {name: (row.than, row.target) for name, row in found.items()} == expected
+    for row in found.values():
+        assert (row.load, row.counted) == (ROWS[row.than].load, ROWS[row.than].counted)
+    assert (found["next-tp2-32"].num_gpus, found["next-tp2-32"].setup) == (2, ("parallel=tp2",)), "all of its layers"
 
 
 def test_no_two_rows_have_the_same_place_in_a_table():

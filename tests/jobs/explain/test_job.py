@@ -273,6 +273,15 @@ def qwen3_moe(c: dict[str, Any]) -> list[Part]:
     return (grouped_attention(c) + moe + norms) * c["num_hidden_layers"]
 
 
+def nemotron_h(c: dict[str, Any]) -> list[Part]:
+    hidden, heads, width = c["hidden_size"], c["mamba_num_heads"], c["intermediate_size"]
+    inner, shared = heads * c["mamba_head_dim"], 2 * c["n_groups"] * c["ssm_state_size"]
+    mamba = [Part(2 * inner + shared + heads, hidden), Part(hidden, inner), *[Part(heads, num_bytes=4)] * 3]
+    mamba += [Part(inner + shared, c["conv_kernel"]), Part(inner + shared), Part(inner)]
+    kinds = {"M": mamba, "*": grouped_attention(c), "-": [Part(width, hidden), Part(hidden, width)]}
+    return [part for kind in c["hybrid_override_pattern"] for part in (*kinds[kind], Part(hidden))]
+
+
 class Published(NamedTuple):
     layers: Callable[[dict[str, Any]], list[Part]]
     parameters: float
@@ -285,6 +294,7 @@ PUBLISHED = {
     "kimi_k2": Published(deepseek, 1.0e12, 32e9),
     "gpt_oss_20b": Published(gpt_oss, 20.9e9, 3.6e9),
     "qwen3_30b_a3b": Published(qwen3_moe, 30.5e9, 3.3e9, counts_embedding=True),
+    "nemotron_nano_9b_v2": Published(nemotron_h, 8.89e9, 8.89e9, counts_embedding=True),
 }
 
 

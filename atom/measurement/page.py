@@ -21,9 +21,11 @@ PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark"><title>{title}</title>
 <style>
 :root {{ --ground: #fff; --text: #1b2022; --quiet: #566064; --line: #dcdfe0; --tint: #f3f5f5; --bad: #b3261e;
-  --c0: #0b7468; --c1: #a35200; --c2: #3b5bb5; --c3: #9a3d87; --c4: #8a959a }}
+  --c0: #0b7468; --c1: #a35200; --c2: #3b5bb5; --c3: #9a3d87; --c4: #8a959a;
+  --c5: #6b7a00; --c6: #00799e; --c7: #7a5c45; --c8: #c2185b; --c9: #b9c2c6 }}
 @media (prefers-color-scheme: dark) {{ :root {{ --ground: #121617; --text: #e5e9ea; --quiet: #a7b2b6; --line: #30383b;
-  --tint: #1a1f21; --bad: #ff8a80; --c0: #4cc3b3; --c1: #f0a050; --c2: #8fabff; --c3: #e08fd0; --c4: #6d797e }} }}
+  --tint: #1a1f21; --bad: #ff8a80; --c0: #4cc3b3; --c1: #f0a050; --c2: #8fabff; --c3: #e08fd0; --c4: #6d797e;
+  --c5: #b9c34a; --c6: #4fc3e8; --c7: #c2a083; --c8: #ff80ab; --c9: #4a565b }} }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
   background: var(--ground); color: var(--text) }}
 h1 {{ font-size: 1.5rem; overflow-wrap: break-word }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem }}
@@ -46,7 +48,7 @@ svg text.inside {{ fill: var(--ground) }}
 {body}
 </body></html>
 """
-NUM_COLORS = 5
+NUM_COLORS = 5  # of curves
 WIDTH, LABEL, NOTE = 1100, 308, 240  # of bars and timelines; of texts before bars; of those after them, at least
 CHARACTER = 7.5  # the width of a character of these texts, about
 NARROWEST = 0.1  # of a box that is drawn

@@ -17,16 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from atom.config import Config
-from atom.graph import Graph, ops
+from atom.graph import Graph
 from atom.graph.ops import Op
-from atom.jobs.bench.roofline import share_read
+from atom.jobs.bench.roofline import ROUTERS, share_read
 from atom.jobs.bench.workload import WorkloadRequest, submit
 from atom.kernels import LoadContext, find_kernel
 from atom.runtime.engine import Engine
 from atom.runtime.step.input import StepInput
 from atom.runtime.step.runner import Pending, Runner
 
-ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer)  # the second result of which are the ids of experts
 NUM_STEPS = 16  # that are counted
 
 Key = tuple[Op, str]  # an op and the backend of its kernel

@@ -4,7 +4,7 @@ What a step has to read and to multiply is divided by these rates.
 
     costs = read_costs(compile_graph(config))
     limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matmuls
-    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…), …}
+    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "routing": Work(…), …}
     min_seconds(costs, step, limits)                        # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's if a row samples, an expert's with the probability that a
@@ -36,6 +36,7 @@ from atom.jobs.bench.workload import Step
 from atom.state_rules import StateRule
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
+ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer)  # the second result of which are the ids of experts
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
 OTHER_READ_BYTES = 2 << 30
 BATCH_SECONDS = 0.02  # min seconds of a measurement
@@ -158,16 +159,18 @@ class Costs:
     """The costs of one run of a program: what it reads and computes."""
 
     num_bytes: int = 0  # of weights that are in no matmul: norms
-    matmuls: list[Matmul] = field(default_factory=list)  # in order
+    matmuls: list[Matmul] = field(default_factory=list)  # in order, without those of routers
+    routing: list[Matmul] = field(default_factory=list)  # in order
     attention: list[Attention] = field(default_factory=list)  # in order
     recurrent: list[Recurrence] = field(default_factory=list)  # in order
 
     def work(self, num_rows: int) -> Work:
-        """The work without attention and recurrent ops; none without rows."""
-        if not num_rows:
-            return Work()
-        matmuls = (matmul.work(num_rows).times(count) for matmul, count in Counter(self.matmuls).items())
-        return total([Work(self.num_bytes), *matmuls])
+        """The work without attention, recurrent ops and routers; none without rows."""
+        return total([Work(self.num_bytes), work_of(self.matmuls, num_rows)]) if num_rows else Work()
+
+
+def work_of(matmuls: Sequence[Matmul], num_rows: int) -> Work:
+    return total(matmul.work(num_rows).times(count) for matmul, count in Counter(matmuls).items())
 
 
 def read_costs(graph: Graph) -> dict[str, Costs]:
@@ -192,6 +195,8 @@ def program_costs(program: Program) -> Costs:
             costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
         elif node.target.state_flops:
             costs.recurrent += recurrence_costs(node)
+        elif node.target in ROUTERS:
+            costs.routing += matmuls
         else:
             costs.matmuls += matmuls
         if not matmuls:
@@ -261,7 +266,7 @@ def recurrence_costs(node: Node) -> list[Recurrence]:
 
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
-    """The work of a step: in matmuls with weights, in attention, and in recurrent ops."""
+    """The work of a step by kind: matmuls with weights, routers, attention, and recurrent ops."""
     runs = step.runs(costs)
 
     def of_layers(kind: Literal["attention", "recurrent"]) -> Work:
@@ -270,6 +275,7 @@ def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
 
     return {
         "matrix": total(costs[run.program].work(run.num_rows) for run in runs),
+        "routing": total(work_of(costs[run.program].routing, run.num_rows) for run in runs),
         "attention": of_layers("attention"),
         "recurrent": of_layers("recurrent"),
     }

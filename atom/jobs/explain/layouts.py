@@ -151,7 +151,8 @@ def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float 
     """
     if "bf16" not in gpu.rates:
         return None
-    matmuls = [matmul for graph in graphs for matmul in program_costs(graph.programs[BODY]).matmuls]
+    costs = [program_costs(graph.programs[BODY]) for graph in graphs]
+    matmuls = [matmul for each in costs for matmul in (*each.matmuls, *each.routing)]
     seconds = sum(sum(matmul.work(1)[1:]) / rate_of(matmul, gpu) for matmul in matmuls)
     return mesh.data / seconds
 

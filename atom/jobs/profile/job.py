@@ -30,7 +30,7 @@ from atom.jobs.bench.job import describe_run, open_warm
 from atom.jobs.bench.roofline import Costs, Limits, Work, read_costs, step_work, total, wait_for
 from atom.jobs.bench.workload import Record, Step, recording, submit
 from atom.jobs.profile.page import make_page
-from atom.jobs.profile.trace import KINDS, Event, Summary, has_events, middle_step, summarize
+from atom.jobs.profile.trace import KINDS, WITH_LIMITS, Event, Row, Summary, has_events, middle_step, summarize
 from atom.jobs.tables import make_table
 from atom.kernels import find_piece_compiler
 from atom.measurement.cores import core_seconds, warn_of
@@ -40,7 +40,8 @@ from atom.runtime.engine import Engine
 from atom.runtime.step.program import Executable
 from atom.runtime.step.runner import Runner
 
-GAP, OTHER = "gap", "other"
+PIECE, GAP, OTHER = "piece", "gap", "other"
+ALWAYS = ("attention", "matrix", OTHER)  # kinds that are shown even if nothing is of them
 NUM_SHOWN = 24  # rows of a table
 
 
@@ -247,14 +248,21 @@ def describe(
         fields["us_per_call"] = seconds / calls * 1e6 if calls else None
         return fields if limit is None else {**fields, "limit_seconds": limit, "share_of_limit": limit / seconds}
 
+    def kind_of(row: Row) -> str:
+        return PIECE if row.name in piece_of or row.name.startswith(f"{PIECE} ") else row.kind or OTHER
+
     kinds = []
-    for kind in (*KINDS, OTHER):
-        rows = [row for row in summary.rows if (row.kind or OTHER) == kind]
+    for kind in (*KINDS, PIECE, OTHER):
+        rows = [row for row in summary.rows if kind_of(row) == kind]
         calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
-        if kind == "recurrent" and not (rows or any(each[kind].bytes for each in work)):
-            continue  # of a model without
-        is_known = rows and kind != OTHER
-        limit = limits.seconds(total(each[kind] for each in work)) if is_known else None
+        has_work = kind in WITH_LIMITS and any(any(each[kind]) for each in work)
+        if not rows and not has_work and kind not in ALWAYS:
+            continue
+        limit = None
+        if rows and kind in WITH_LIMITS:
+            limit = limits.seconds(total(each[kind] for each in work))
+        elif rows and piece_of and kind == PIECE:
+            limit = sum(piece_of[row.name].limit(own, limits, costs) for row in rows)
         kinds.append(entry(kind, calls, seconds, limit))
     matmuls = match_matmuls(summary.matmuls, costs, own, limits)
     return {
@@ -265,7 +273,7 @@ def describe(
         "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
         "products": [entry(*matmul) for matmul in matmuls],
         "rows": [
-            {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits, costs)), "kind": "piece"}
+            {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits, costs)), "kind": PIECE}
             if (piece := piece_of.get(row.name))
             else {**entry(row.name, row.calls, row.seconds), "kind": row.kind}
             for row in summary.rows

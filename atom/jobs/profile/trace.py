@@ -19,17 +19,44 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the profiler's categories 
 ON_HOST = ("cpu_op", "user_annotation")
 # the kind of a kernel or operator by its name; the first match counts
 KINDS = {
-    "attention": re.compile(
-        r"attention|attn|attend|flash|fmha|^_(decode|prefill)$|(decode|prefill)_kernel", re.IGNORECASE
-    ),
-    "matrix": re.compile(
-        r"linear|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])", re.IGNORECASE
-    ),
-    "recurrent": re.compile(
-        r"causal_conv|gated_delta|solve_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
-        re.IGNORECASE,
-    ),
+    kind: re.compile("|".join(patterns), re.IGNORECASE)
+    for kind, patterns in {
+        "attention": (
+            "attention|attn|attend|flash|fmha|norm_rope",
+            "^_(decode|prefill|expand|unpack)$|(decode|prefill)_kernel",
+            "^_(absorb|merge|merge_values|multiply_rest|write)_kernel$",  # of latents
+        ),
+        "matrix": (
+            r"linear|(?<!of_)experts|lora|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])",
+            "^_multiply$|^_(gate_up|down|expand)_kernel$",
+        ),
+        "recurrent": (
+            "causal_conv|gated_delta|solve_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
+            r"\.(ssm_decay|time_step)$",
+        ),
+        "routing": (
+            "router|sparse_mixer|ends_of_experts",
+            r"\.(group|combine)$",
+            "^_(logits|choose|route_few|count|group|place|plan|number|combine|sum_rows)_kernel$",
+        ),
+        "elementwise": (
+            "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_unpack_",
+            r"\.(embedding|add|mul|affine|scale|softcap|clamp|activate|gated_activate|xielu|rotary|rope)$",
+        ),
+        "step": (  # inputs, sampling and drafts
+            "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize)$",
+            "^_(find|draw_noise|accept|keep|repeat|finish|best_of_part|best_of_row|largest_of_part)$|gumbel_argmax",
+        ),
+        "collective": (
+            "nccl|all_reduce|reduce_scatter|all_gather|gather_tokens|^_gather_kernel$",
+            r"\.(dispatch|collect|send|receive)$",
+        ),
+        "copy": ("^_copy_|^mem(cpy|set)",),
+    }.items()
 }
+
+
+WITH_LIMITS = ("attention", "matrix", "recurrent", "routing")  # kinds of `bench.roofline.step_work`
 
 
 class Row(NamedTuple):
@@ -116,7 +143,7 @@ def summarize_device(events: list[Event]) -> Summary:
 def summarize_host(events: list[Event]) -> Summary:
     """Summarize a thread: an event's own time, without that of nested events, counts for the nearest event with a row.
 
-    Events with a row: top-level ones, labels, and events of a kind inside events without one.
+    Events with a row: top-level ones, labels, and events of a kind with a limit inside events of none.
     """
     calls, micros = Counter[str](), defaultdict[str, float](float)
     open_events: list[tuple[float, str]] = []  # when each ends, and its row
@@ -125,7 +152,7 @@ def summarize_host(events: list[Event]) -> Summary:
         while open_events and open_events[-1][0] <= event.start:
             open_events.pop()
         outer = open_events[-1][1] if open_events else None
-        has_row = outer is None or event.is_label or (kind_of(outer) is None and kind_of(event.name) is not None)
+        has_row = outer is None or event.is_label or (not has_limit(outer) and has_limit(event.name))
         row = event.name if has_row or outer is None else outer
         if has_row:
             calls[row] += 1
@@ -160,3 +187,7 @@ def make_summary(
 
 def kind_of(name: str) -> str | None:
     return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)
+
+
+def has_limit(name: str) -> bool:
+    return kind_of(name) in WITH_LIMITS

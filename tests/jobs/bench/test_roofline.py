@@ -227,11 +227,13 @@ def test_groups_compute_at_the_same_time_and_the_fullest_takes_longest(costs_of:
 
 def test_experts_are_read_as_far_as_rows_are_expected_to_choose_them(costs_of: Any):
     costs = costs_of("qwen3_30b_a3b")
-    dense = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048) + 151936 * 2048
+    dense, routers = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512) + 151936 * 2048, 48 * 128 * 2048
     vectors = 48 * (2 * 2048 + 2 * 128) + 2048
     expert = 48 * 3 * 768 * 2048
     for num_rows, num_read in [(1, 8.0), (2, 8 + 8 * 120 / 128), (4096, 128.0)]:
-        work = step_work(costs, decode(*[1] * num_rows))["matrix"]
+        found = step_work(costs, decode(*[1] * num_rows))
+        assert found["routing"] == Work(2 * routers, 2 * num_rows * routers)
+        work = found["matrix"]
         assert work.bytes == pytest.approx(2 * (dense + vectors + expert * num_read) + 64 * 4, rel=1e-12)
         assert work.flops == pytest.approx(2 * num_rows * (dense + 8 * expert), rel=1e-12)
 
@@ -308,8 +310,9 @@ def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
     step = Step(0.0, array("q", [300, 7]), [(0, 100), (16, 5)], 3)
     first, second = (step_work(read_costs(graph), step) for graph in graphs)
     assert first["attention"].bytes > 0 and first["attention"] == second["attention"]
-    assert first["matrix"].bytes == second["matrix"].bytes
-    assert first["matrix"].flops == second["matrix"].flops + second["matrix"].fp8, "which a CPU multiplies unpacked"
+    one, two = (total((work["matrix"], work["routing"])) for work in (first, second))  # a router may have a norm
+    assert one.bytes == two.bytes
+    assert one.flops == two.flops + two.fp8, "which a CPU multiplies unpacked"
 
 
 def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):

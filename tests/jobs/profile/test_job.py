@@ -73,6 +73,17 @@ def test_kinds_are_held_against_what_they_had_to_do():
     assert (result["steps"], result["tokens"], result["products"]) == (1, 1, [])
 
 
+def test_routers_are_held_against_their_own_limit_and_other_kinds_against_none():
+    costs = {"body": Costs(matmuls=[A], routing=[B, B])}
+    rows = [Row("_route_few_kernel", "routing", 2, 2.0), Row("_draw", "step", 1, 1.0), Row("piece 0", None, 1, 0.5)]
+    result = describe(Summary("device", 4.0, rows, 0, 0.0, []), [step(1)], costs, LIMITS)
+    found = {kind["name"]: (kind["calls"], kind.get("limit_seconds")) for kind in result["kinds"]}
+    assert found == {
+        "attention": (0, None), "matrix": (0, None), "routing": (2, 1.0), "step": (1, None), "piece": (1, None),
+        "other": (0, None), "gap": (0, None),
+    }  # fmt: skip
+
+
 def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads():
     text = (Path(__file__).parents[2] / "golden" / "gemma2.semantic.py").read_text()
     pieces = find_piece_kernels(lower(parse(text), 2, Target("cuda", frozenset({"nvidia", "sm_90"}))), "cuda")
@@ -84,13 +95,16 @@ def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads(
         Row("x", None, 1, 1.0),
     ]
     steps = [step(3), step(9, num_sampled=0)]
-    norms, start, other = describe(Summary("device", 71.0, rows, 0, 0.0, []), steps, COSTS, LIMITS, pieces)["rows"]
+    result = describe(Summary("device", 71.0, rows, 0, 0.0, []), steps, COSTS, LIMITS, pieces)
+    norms, start, other = result["rows"]
     assert [(row["name"], row["kind"]) for row in (norms, start)] == [(titles[1], "piece"), (titles[0], "piece")]
     weight, row = 4 * 48, 2 * 48  # bytes; two norms after the first layer's matmuls, and two after the last one's
     assert norms["limit_seconds"] == pytest.approx((4 * (weight + 3 * row) + 2 * (weight + 9 * row)) / LIMITS.bandwidth)
     token = 8 + 8 + 2 * 48  # its number, its position and its row of the embedding
     assert start["limit_seconds"] == pytest.approx((2 * 4 * 8 + (3 + 9) * token) / LIMITS.bandwidth)
     assert other["name"] == "x" and "limit_seconds" not in other
+    all_pieces = next(kind for kind in result["kinds"] if kind["name"] == "piece")
+    assert all_pieces["limit_seconds"] == pytest.approx(norms["limit_seconds"] + start["limit_seconds"])
     assert [Type("bf16", shape).bytes_per_token for shape in (("T", 8), ("4*T", 2, 8), ("T",))] == [16, 128, 2]
 
 

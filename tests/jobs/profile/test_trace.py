@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import atom
 from atom.errors import ConfigError
 from atom.jobs.profile.trace import kind_of, summarize
 
@@ -37,8 +40,8 @@ def test_a_device_is_busy_with_kernels_and_copies_and_has_gaps_between_them():
         "_vector_kernel": ("matrix", 2, 160),
         "decode_kernel": ("attention", 1, 100),
         "_merge": (None, 1, 30),
-        "Memcpy DtoH": (None, 1, 5),
-        "Memset": (None, 1, 5),
+        "Memcpy DtoH": ("copy", 1, 5),
+        "Memset": ("copy", 1, 5),
     }
     assert [row.name for row in summary.rows][:3] == ["_vector_kernel", "decode_kernel", "_merge"], "longest first"
 
@@ -89,17 +92,45 @@ def test_a_trace_without_events_is_an_error():
         ("triton_tem_fused_mm_3", "matrix"),
         ("aten::addmm", "matrix"),
         ("aten::bmm", None),
-        ("triton_red_fused_add_mean_mul_0", None),
-        ("_norm_kernel", None),
-        ("void at::native::elementwise_kernel<128>", None),
+        ("triton_red_fused_add_mean_mul_0", "elementwise"),
+        ("_norm_kernel", "elementwise"),
+        ("void at::native::elementwise_kernel<128>", "elementwise"),
         ("decode_kernel", "attention"),
         ("_gated_delta", "recurrent"),
         ("_gated_delta_net", "recurrent"),
         ("cpp.batched_ssd", "recurrent"),
         ("_causal_conv", "recurrent"),
         ("paged_mla_attention", "attention"),
+        ("reference.router", "routing"),
+        ("torch.combine", "routing"),
+        ("torch.add_norm_linear", "matrix"),
+        ("torch.add_rms_norm", "elementwise"),
+        ("torch.sum_squares", None),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collective"),
         ("void cutlass::device_kernel<flash::enable_sm90<...>>", "attention"),
     ],
 )
 def test_names_of_kernels_by_kind_of_work(name: str, kind: str | None):
     assert kind_of(name) == kind
+
+
+FOLDERS = {  # of kernels: the kinds that they have
+    "attention": {"attention"}, "recurrent": {"recurrent"}, "experts": {"matrix", "routing"},
+    "linear": {"matrix", "elementwise"}, "step": {"step", "copy"}, "peers": {"collective"},
+    "hopper": {"attention", "matrix", "recurrent", "routing"}, "aiter": {"routing"},
+}  # fmt: skip
+
+
+def test_every_kernel_that_we_launch_has_a_kind_of_its_folder():
+    found = dict[tuple[str, str], str | None]()
+    for path in (Path(atom.__file__).parent / "kernels").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        launched = {
+            each.value.id for each in nodes if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name)
+        }
+        functions = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name in launched]
+        for each in functions:
+            if any("jit" in ast.unparse(decorator) for decorator in each.decorator_list):
+                found[path.parent.name, each.name] = kind_of(each.name)
+    assert len(found) > 70
+    assert {key: kind for key, kind in found.items() if kind not in FOLDERS[key[0]]} == {}

@@ -148,6 +148,9 @@ class SamplingParams:
     visible_tokens: list[str] | None = None  # special tokens that have text nevertheless, such as <|python_tag|>
     mark_visible_tokens: bool = False  # with U+FDD1 before each, to distinguish them from the same text spelled out
     structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
+    thinking_token_budget: int | None = number(
+        None, -1, INT32
+    )  # tokens of reasoning, after which its end marker is forced; null or -1: any number
     stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
     tool_calls: str | None = None  # a grammar in Lark's notation, in which @answer is what structured_outputs say
@@ -162,6 +165,8 @@ class SamplingParams:
         for each in fields(self):
             setattr(self, each.name, checked(each, getattr(self, each.name)))
         self.top_k = max(self.top_k, 0)
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -62,6 +62,7 @@ SAMPLING = {
     "visible_tokens": None,
     "mark_visible_tokens": False,
     "structured_outputs": None,
+    "thinking_token_budget": None,
     "reasoning": None,
     "tool_calls": None,
 }
@@ -127,7 +128,7 @@ job: kind output output_file gpu chat system_prompt stage save_tokenizer pipelin
 job: a b bound bisect save_draft check num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
-sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning tool_calls
+sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget reasoning tool_calls
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft
 """
 
@@ -242,6 +243,7 @@ LOCAL_IMPORTS = {
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
+    "atom.config.tool_formats": "yaml: an engine reads formats of calls once an answer has a budget of reasoning",
     "atom.config.recipes": "yaml: most launches name no recipe, and one that finds its artifact writes none",
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",

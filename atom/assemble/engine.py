@@ -28,6 +28,7 @@ from atom.assemble.ranks import (
     start_processes,
     start_ranks,
 )
+from atom.assemble.reasoning import find_markers
 from atom.assemble.report import report_engine, report_host_tables, report_unused
 from atom.assemble.runner import open_runner
 from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
@@ -174,7 +175,8 @@ def load_model(
         progress = progress if ranks is None else CheckedProgress(progress, ranks.check)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         check_same_tokens(tokenizer, checkpoint, config)
-        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+        find_reasoning = functools.cache(functools.partial(find_markers, config, tokenizer))
+        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer, find_reasoning)
         grammars = Grammars(vocabulary)
         if opens_grammars:
             grammars.open_early()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,6 +24,9 @@ from atom.config.folders import CONF
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError, one_line
 from atom.plugins import package_folders
+
+if TYPE_CHECKING:
+    from atom.config.schema import Config
 
 FIELD = re.compile(r"\{(name|arguments|parameters|json|python|fields|id|key|type|value|index)\}")
 MARKER = re.compile(r"\]<\][a-z]+\[>\[|<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token
@@ -141,6 +144,20 @@ def detect_format(template: str) -> str | None:
     """The format of a chat template: the one of which it has all texts, and most of them."""
     found = [(len(texts), name) for name, texts in known_templates().items() if all(map(template.__contains__, texts))]
     return max(found)[1] if found else None
+
+
+def choose_format(config: Config, template: str) -> str | None:
+    """The format of a model's calls: as set, as its chat template shows, or the model file's."""
+    if config.serve.http.tool_calls != "auto":
+        return config.serve.http.tool_calls
+    return detect_format(template) or config.model.tool_calls
+
+
+def find_channels(config: Config, template: str) -> ToolFormat | None:
+    """The format of a model whose answers have channels, whatever is set for its calls."""
+    name = detect_format(template) or config.model.tool_calls
+    found = read_format(name) if name else None
+    return found if found and found.channels else None
 
 
 @cache

@@ -141,7 +141,7 @@ VLLM_REFUSED = {
         enable-return-routed-experts return-sampling-mask enable-trace-replay aux-output-config""",
     "answers have no system_fingerprint; leave it out": "fingerprint-mode fingerprint-value",
     "answers bear no watermark; leave it out": "watermark-config",
-    "max_tokens limits reasoning and answer together; write --reasoning-parser": "reasoning-config",
+    "a request's thinking_token_budget forces the model's own marker; write --reasoning-parser": "reasoning-config",
     "a request's reasoning_effort becomes the nearest level of the chat template; leave it out": "reasoning-effort-map",
     "thinking of type disabled sets the chat template's own variable; leave it out": """
         anthropic-disabled-thinking-effort""",

@@ -146,6 +146,7 @@ class Engine:
         self.vocabulary.check(params)
         bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
         matchers = self._compile_grammar(params)
+        thinking = self.vocabulary.limit_thinking(params, tokens)
         with self._lock:
             request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
             seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -166,6 +167,7 @@ class Engine:
                 weight=options.weight,
                 pooling=options.pooling,
                 matcher=matchers[index] if matchers else None,
+                thinking=None if thinking is None else thinking.copy(),
                 bad_words=bad_words,
                 adapter=lora,
             )

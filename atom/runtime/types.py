@@ -104,6 +104,21 @@ class Matcher(Protocol):
         """Take the next token of the answer; whether it is complete."""
 
 
+class TokenBudget(Protocol):
+    """The limit of an answer's reasoning, and its state; `runtime.requests.thinking` has it."""
+
+    @property
+    def forced(self) -> int | None:
+        """The token that has to come next; None if any may."""
+
+    @property
+    def num_free(self) -> int:
+        """The number of next tokens of which none is forced, unless reasoning begins with one of them."""
+
+    def push(self, token: int) -> None:
+        """Take the next token of the answer."""
+
+
 @dataclass(eq=False)
 class Adapter:
     """A LoRA adapter that is loaded; `runtime.requests.loras` writes it."""
@@ -148,6 +163,7 @@ class Request:
     weight: float = 1.0  # the tenant's share of all turns, relative to the others'
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
+    thinking: TokenBudget | None = None  # None: its reasoning is not limited
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not follow one another
     adapter: Adapter | None = None  # None: only the model's own weights
     arrival: float = field(default_factory=time.perf_counter)  # seconds
@@ -215,7 +231,8 @@ class Sequence(Answer, SchedulingState, Request):
     @property
     def needs_host(self) -> bool:
         """Whether the next token depends on the tokens themselves, so that no step can be planned ahead."""
-        return self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
+        may_be_forced = self.thinking is not None and self.thinking.num_free <= self.num_pending
+        return may_be_forced or self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start to stop, over prompt and output."""

@@ -55,7 +55,6 @@ INSTEAD = {
     "structured_outputs.disable_any_whitespace": LLGUIDANCE,
     "structured_outputs.structural_tag": "send grammar, or tools with tool_choice=required, which forces a call",
     "structured_outputs.whitespace_pattern": LLGUIDANCE,
-    "thinking_token_budget": "max_tokens limits reasoning and answer together",
     "truncation_side": "truncate_prompt_tokens keeps a prompt's last tokens, an embedding's first; leave it out",
     "use_beam_search": NO_BEAMS,
     "vllm_xargs": "there is no extension that reads it; leave it out",

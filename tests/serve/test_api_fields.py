@@ -43,6 +43,10 @@ FIRST_A = {
 }  # a, where it may be, then b, then the end
 
 EFFORT = {"reasoning_effort": "low"}
+EFFORT_OF = {"effort": "low"}
+# an answer of nothing but the token that begins reasoning, which ends where something else ends it
+THINKS: dict[str, Any] = {"logit_bias": {"259": 100}, "ignore_eos": True, "return_token_ids": True}
+THREE = [259, 259, 259, 259, 260, 259, 260, 259]  # the first one begins it; and then the budget is spent
 PARTS = [{"type": "text", "text": "Good"}, {"type": "text", "text": "night"}]
 
 Row = Callable[[Server], None]
@@ -293,6 +297,15 @@ def tool(name: str = "look_up", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
 
 
+def limits_thinking(path: str, base: dict[str, Any], limit: Callable[[int], dict[str, Any]]) -> Row:
+    """Three tokens of reasoning, or as many as there are. limit: what says so"""
+    thinks = base | THINKS
+    return both(
+        makes(path, thinks | limit(3), thinks | limit(-1), lambda it: it.choices[0]["token_ids"], THREE, [259] * 8),
+        refuses(path, thinks | limit(-2), next(iter(limit(-2)))),
+    )
+
+
 def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
     """The fields that completions and chats share, for one of the two."""
     sampled = base | SAMPLED
@@ -414,6 +427,12 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
         ),
         "truncate_prompt_tokens": makes(
             path, base | {"truncate_prompt_tokens": 5}, base | {"truncate_prompt_tokens": 3}, tokens_in, 5, 3
+        ),
+        "thinking_token_budget": limits_thinking(path, base, lambda count: {"thinking_token_budget": count}),
+        "thinking_budget": both(
+            limits_thinking(path, base, lambda count: {"thinking_budget": count}),
+            is_same(path, base | {"thinking_budget": 0}, base | {"thinking_budget": 0, "thinking_token_budget": 0}),
+            refuses(path, base | {"thinking_budget": 0, "thinking_token_budget": 1}, "thinking_token_budget"),
         ),
         "cache_salt": salts(path, base | long_prompt(path)),
         "priority": goes_first(path, base),
@@ -664,6 +683,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             reaches_template(EFFORT | {"chat_template_kwargs": {"reasoning_effort": "fully"}}, len("fully")),
             refuses(CHAT, TALK | {"reasoning_effort": "huge"}, "reasoning_effort"),
         ),
+        "reasoning": refuses(CHAT, TALK | {"thinking_budget": 1, "reasoning": {"max_tokens": 2}}, "thinking_budget"),
         "modalities": both(
             is_same(CHAT, TALK, TALK | {"modalities": ["text"]}),
             refuses(CHAT, TALK | {"modalities": ["text", "audio"]}, "modalities"),
@@ -674,6 +694,14 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
         ),
         "verbosity": both(hints("verbosity", "low", "high"), refuses(CHAT, TALK | {"verbosity": "no"}, "verbosity")),
+    },
+    schema.ReasoningLimit: {
+        "effort": both(
+            reaches_template({"reasoning": EFFORT_OF}, len("low")),
+            reaches_template(EFFORT | {"reasoning": EFFORT_OF}, len("low")),
+            refuses(CHAT, TALK | EFFORT | {"reasoning": {"effort": "high"}}, "reasoning_effort"),
+        ),
+        "max_tokens": limits_thinking(CHAT, TALK, lambda count: {"reasoning": {"max_tokens": count}}),
     },
     schema.Prediction: {
         "type": refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
@@ -1047,7 +1075,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
 }
 
 # those that the other server shows
-AT_ODD = {"cache_salt", "priority", "add_special_tokens", "reasoning_effort"} | {
+AT_ODD = {"cache_salt", "priority", "add_special_tokens", "reasoning_effort", "effort"} | {
     f"{model.__name__}.{name}"
     for model in (
         schema.ChatMessage,

@@ -1,4 +1,4 @@
-"""Logit processors on the host: biases, allowed tokens, bad words, min_tokens, grammars.
+"""Logit processors on the host: biases, allowed tokens, bad words, min_tokens, grammars, budgets.
 
 shaping = find_shaping([(0, sequence, num_output)], vocab)       # None if no row needs one
 """
@@ -17,7 +17,8 @@ from atom.runtime.types import Sequence
 def is_shaped(sequence: Sequence) -> bool:
     """Whether the sequence may need a logit processor."""
     params = sequence.params
-    return params.has_token_rules or params.min_tokens > 0 or sequence.matcher is not None
+    has_state = sequence.matcher is not None or sequence.thinking is not None
+    return params.has_token_rules or params.min_tokens > 0 or has_state
 
 
 def find_shaping(rows: Iterable[tuple[int, Sequence, int]], vocab: int) -> Shaping | None:
@@ -45,11 +46,16 @@ def find_shaping(rows: Iterable[tuple[int, Sequence, int]], vocab: int) -> Shapi
 
 
 def find_allowed(sequence: Sequence, vocab: int) -> npt.NDArray[np.bool_] | None:
-    """bool[vocab]: the tokens that the grammar or allowed_token_ids let come next; None if all may."""
-    if sequence.matcher is not None:
-        return sequence.matcher.allowed(vocab)
+    """bool[vocab]: the tokens that the grammar, the budget or allowed_token_ids let come next; None if all may.
+
+    A budget forces the end of reasoning, which allowed_token_ids need not have, but nothing within a grammar.
+    """
+    allowed = None if sequence.matcher is None else sequence.matcher.allowed(vocab)
+    forced = None if sequence.thinking is None else sequence.thinking.forced
+    if forced is not None and (allowed is None or allowed[forced]):
+        return np.isin(np.arange(vocab), [forced])
     ids = sequence.params.allowed_token_ids
-    return None if ids is None else np.isin(np.arange(vocab), ids)
+    return allowed if ids is None else np.isin(np.arange(vocab), ids)
 
 
 def find_bad(sequence: Sequence) -> list[int]:

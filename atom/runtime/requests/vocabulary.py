@@ -6,13 +6,14 @@ vocabulary.tokenize("Hello")        # [19556]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
+from atom.runtime.requests.thinking import ReasoningMarkers, ThinkingBudget
 from atom.sampling_params import SamplingParams
 
 MAX_BAD_WORDS = 1 << 16  # characters of a request's bad words together: one thread encodes those of all requests
@@ -25,6 +26,7 @@ class Vocabulary:
     size: int
     stop_ids: frozenset[int]  # tokens that end an answer
     tokenizer: Tokenizer | None  # None: the checkpoint has none
+    find_reasoning: Callable[[], ReasoningMarkers | None] = lambda: None  # None: the model's reasoning has no markers
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """A prompt's token ids. RequestError if it is empty or has a token that the model does not have."""
@@ -69,6 +71,15 @@ class Vocabulary:
                 raise RequestError(f"bad_words: {word!r} has no token; give a word")
             found += [plain, spaced] if plain[0] != spaced[0] and len(plain) == len(spaced) else [plain]
         return found
+
+    def limit_thinking(self, params: SamplingParams, prompt: list[int]) -> ThinkingBudget | None:
+        """The budget of an answer's reasoning, None without one. RequestError if the model's has no markers."""
+        if params.thinking_token_budget is None:
+            return None
+        markers = self.find_reasoning()
+        if markers is None:
+            raise RequestError("thinking_token_budget: nothing marks where this model's reasoning ends; leave it out")
+        return ThinkingBudget(markers, params.thinking_token_budget, prompt)
 
     def check(self, params: SamplingParams) -> None:
         """RequestError if the parameters name a token that the model does not have, or need a tokenizer."""

@@ -16,6 +16,10 @@ plan count as accepted until then: positions and blocks are planned for the max 
 
 Pipeline stages compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a part
 of the decodes, so that there are as many plans as stages.
+
+A token that a budget of reasoning forces is planned once those before it are known. Only where reasoning begins once
+more, with no budget left, is that found out late: what was sampled past it does not count, and the sequence is
+preempted.
 """
 
 from __future__ import annotations
@@ -112,6 +116,7 @@ class Scheduler:
         self._prompt_seconds = 0.0  # that the last step with prompts took
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
+        self._stale: set[Sequence] = set()  # of these, those whose pending tokens do not count
         self._slots = list(range(self.num_slots - 1, -1, -1))  # free ones
         self._refused: Sequence | None = None  # found no room, and no block has been freed since
         self._suspects: dict[Sequence, None] = {}  # of a step that failed and cannot be run again: one is at fault
@@ -246,6 +251,10 @@ class Scheduler:
                 self.stats.num_overrun += row.samples
                 self._release(sequence)
                 continue
+            if sequence in self._stale:
+                self.stats.num_overrun += row.samples
+                self._preempt_if_landed(sequence)
+                continue
             sequence.num_computed = sequence.num_tokens if row.samples else row.start + row.num_tokens
             self.cache.commit(sequence)
             if has_reports:
@@ -257,8 +266,8 @@ class Scheduler:
                 tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
                 if self._take(row, tokens, logprobs, sampled.num_drafted.get(at, 0), finish):
                     ended.append(sequence)
-            if sequence in self._leaving and sequence not in self._in_flight:
-                self._preempt(sequence)
+            if sequence in self._leaving:
+                self._preempt_if_landed(sequence)
         return ended
 
     def retract(self, plan: Plan) -> None:
@@ -277,10 +286,10 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._release(sequence)
             elif not self.cache.can_repeat:
-                if sequence in self._in_flight:
-                    self._leaving.add(sequence)
-                else:
-                    self._preempt(sequence)
+                self._leaving.add(sequence)
+                self._preempt_if_landed(sequence)
+            elif sequence in self._stale:
+                self._preempt_if_landed(sequence)
 
     def drop_kv(self) -> None:
         """Preempt all running sequences, and forget all prefixes; no plan is pending."""
@@ -465,6 +474,8 @@ class Scheduler:
             self.limits.max_model_len - sequence.num_tokens - sequence.num_pending,
         )
         num_drafts = min(num_left - 1, budget, max_drafts)
+        if sequence.thinking is not None:
+            num_drafts = min(num_drafts, sequence.thinking.num_free - sequence.num_pending - 1)
         if num_drafts > 0:
             sequence.drafts = self._drafter.draft(sequence, num_drafts)
 
@@ -536,8 +547,13 @@ class Scheduler:
         for token in tokens:
             sequence.output.append(token)
             num_taken += 1
+            if sequence.thinking is not None:
+                sequence.thinking.push(token)
             reason = finish(sequence)
             if reason is not None or sequence.finish_reason is not None:
+                break
+            if sequence.thinking is not None and sequence.thinking.forced is not None:
+                self._drop_later(sequence, is_newest=num_taken == len(tokens))
                 break
         self.waiting.charge(sequence, num_output=num_taken)
         if num_drafted:
@@ -572,10 +588,24 @@ class Scheduler:
         if not self._in_flight[sequence]:
             del self._in_flight[sequence]
 
+    def _drop_later(self, sequence: Sequence, *, is_newest: bool) -> None:
+        """Have what was sampled after the last token not count, since the next one is forced.
+
+        is_newest: its step has sampled none after it
+        """
+        if not is_newest or sequence in self._in_flight:
+            self._leaving.add(sequence)
+            self._stale.add(sequence)
+
+    def _preempt_if_landed(self, sequence: Sequence) -> None:
+        if sequence not in self._in_flight:
+            self._preempt(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks and slot; its tokens stay, their KV is computed again."""
         del self.running[sequence]
         self._leaving.discard(sequence)
+        self._stale.discard(sequence)
         self._release(sequence)
         sequence.num_computed = sequence.num_planned = 0
         self.waiting.put_back(sequence)
@@ -589,6 +619,7 @@ class Scheduler:
         del self.sequences[sequence.id]
         self.running.pop(sequence, None)
         self._leaving.discard(sequence)
+        self._stale.discard(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -75,7 +75,7 @@ class MessageResponder(Responder):
         prompt, params = self.context.fit(prompt, params)
         user = self._body.metadata.user_id if self._body.metadata else None
         field = "tools" if self._format is None else "output_config.format.schema"
-        return EngineRequest([prompt], [params], user, constraint_field=field)
+        return EngineRequest([prompt], [params], user, constraint_field=field, budget_field="thinking.budget_tokens")
 
     def _params(self) -> SamplingParams:
         body, limit = self._body, self.context.config.serve.http.max_stop_sequences
@@ -84,6 +84,8 @@ class MessageResponder(Responder):
         values = {name: getattr(body, name) for name in SAME_NAMES if name in type(body).model_fields}
         constraint = StructuredOutputs(json=self._format.schema_) if self._format else None
         known = Generation(**values, stop=body.stop_sequences, structured_outputs=constraint)
+        if body.thinking is not None and body.thinking.type == "enabled":
+            known.thinking_token_budget = body.thinking.budget_tokens
         return sampling_params(known, self.context.config, max_tokens=body.max_tokens)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:

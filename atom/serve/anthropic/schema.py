@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator,
 from pydantic_core import PydanticCustomError
 
 from atom.serve.anthropic.message_schema import CacheControl, Messages, ToolName, Words
-from atom.serve.openai.schema import LABEL, Body, Count, Int32, JSONObject, List, Positive, Text, Word, of_types
+from atom.serve.openai.schema import LABEL, Body, Count, JSONObject, List, Positive, Text, Word, of_types
 from atom.serve.refused_fields import REFUSED
 
 HOSTED = re.compile(r"(\w+)_20\d{6}|(mcp_toolset|tool_search_tool_regex|tool_search_tool_bm25)")  # Anthropic's tools
@@ -107,7 +107,9 @@ class Thinking(Body):
     """Sets what the model's template calls enable_thinking or thinking; without it the template decides."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Int32 | None = Field(None, description="a hint: only max_tokens limits an answer")
+    budget_tokens: Count | None = Field(
+        None, description="with enabled: tokens of thinking, after which it is ended; else a hint"
+    )
     display: Literal["summarized", "omitted", "updates"] | None = Field(
         None, description="omitted: blocks of thinking are empty; else it comes whole"
     )

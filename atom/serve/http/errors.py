@@ -50,9 +50,9 @@ class ContextLengthError(FieldError):
         super().__init__(param, message, "context_length_exceeded")
 
 
-def constraint_error(field: str, message: str) -> FieldError:
-    """An engine's error of the constraint, which is `field` in the body: tools, response_format.json_schema."""
-    return FieldError(field.partition(".")[0], shown(field + message.removeprefix("structured_outputs")))
+def constraint_error(field: str, message: str, name: str = "structured_outputs") -> FieldError:
+    """An engine's error of the parameter `name`, which is `field` in the body: tools, response_format.json_schema."""
+    return FieldError(field.partition(".")[0], shown(field + message.removeprefix(name)))
 
 
 class ModelNotFoundError(RequestError):

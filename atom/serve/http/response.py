@@ -46,6 +46,7 @@ class EngineRequest:
     options: RequestOptions = NO_OPTIONS  # but for what its key says
     num_kept: int = 1  # of the n answers to each prompt, the most likely
     constraint_field: str | None = None  # the field that constrains the answer, dotted; the engine may refuse it
+    budget_field: str | None = None  # the field that limits its reasoning, the same
 
 
 @dataclass
@@ -182,8 +183,12 @@ class ActiveResponse:
             raise
 
     def _request_error(self, message: str) -> RequestError:
-        field = self.request.constraint_field if message.startswith("structured_outputs") else None
-        return RequestError(message) if field is None else constraint_error(field, message)
+        fields = {
+            "structured_outputs": self.request.constraint_field,
+            "thinking_token_budget": self.request.budget_field,
+        }
+        given = ((field, name) for name, field in fields.items() if field and message.startswith(name))
+        return next((constraint_error(field, message, name) for field, name in given), RequestError(message))
 
     def _record(self, output: Output) -> Choice:
         """Record an output's times and counts."""

@@ -20,7 +20,7 @@ from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
-from atom.serve.openai.params import sampling_params
+from atom.serve.openai.params import effort_of, sampling_params
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
@@ -41,7 +41,7 @@ def routes(context: Context) -> APIRouter:
 
 def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
     """The template's variables besides the messages."""
-    return effort_variables(context.need_tokenizer(), body.reasoning_effort) | (body.chat_template_kwargs or {})
+    return effort_variables(context.need_tokenizer(), effort_of(body)) | (body.chat_template_kwargs or {})
 
 
 def parsers_of(context: Context, body: ChatRequest) -> ChatParsers:

@@ -17,7 +17,8 @@ from atom.serve.http.errors import FieldError, constraint_error, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
-READ_APART = {"n", "stop", "logit_bias", "structured_outputs"}  # fields of a body that take another form here
+# fields of a body that take another form here, or have several names
+READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget"}
 SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
@@ -44,6 +45,8 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
         values["logit_bias"] = read_bias(body.logit_bias)
     if (constraint := find_constraint(body)) is not None:
         values["structured_outputs"] = constraint.value
+    if (budget := find_budget(body)) is not None:
+        values["thinking_token_budget"] = budget.num_tokens
     num_logprobs = requested_logprobs(body)
     values["n"] = num_answers(body, config)
     if num_logprobs is None and values["n"] > (body.n or 1):
@@ -116,6 +119,40 @@ def find_constraint(body: Generation) -> Constraint | None:
         names = [name.partition(".")[0] for name in found]
         raise FieldError(names[0], f"{' and '.join(names)} say twice what the answer must match; give one")
     return next((Constraint(*item) for item in found.items()), None)
+
+
+class Budget(NamedTuple):
+    field: str  # of the body, dotted
+    num_tokens: int  # -1: any number
+
+
+def find_budget(body: Generation) -> Budget | None:
+    """The budget of an answer's reasoning, None without one."""
+    found: dict[str, int | None] = {
+        "thinking_token_budget": body.thinking_token_budget,
+        "thinking_budget": body.thinking_budget,
+    }
+    if isinstance(body, ChatRequest) and body.reasoning is not None:
+        found["reasoning.max_tokens"] = body.reasoning.max_tokens
+    given = [Budget(name, value) for name, value in found.items() if value is not None]
+    if len({each.num_tokens for each in given}) > 1:
+        names = [each.field for each in given]
+        raise FieldError(names[0], f"{' and '.join(names)} are the same; give one")
+    return given[0] if given else None
+
+
+def budget_field(body: Generation) -> str | None:
+    """The field of a body that has the budget."""
+    found = find_budget(body)
+    return None if found is None else found.field
+
+
+def effort_of(body: ChatRequest) -> str | None:
+    """The effort that a chat asks for, under either of its names."""
+    other = body.reasoning.effort if body.reasoning else None
+    if body.reasoning_effort and other and body.reasoning_effort != other:
+        raise FieldError("reasoning_effort", "reasoning_effort and reasoning.effort are the same; give one")
+    return body.reasoning_effort or other
 
 
 def read_bias(bias: dict[str, float]) -> dict[int, float]:

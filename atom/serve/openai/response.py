@@ -15,7 +15,7 @@ from atom.serve.context import Context
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import DONE, event
 from atom.serve.ids import new_id
-from atom.serve.openai.params import find_constraint, request_options
+from atom.serve.openai.params import budget_field, find_constraint, request_options
 from atom.serve.openai.schema import Generation
 
 Body = TypeVar("Body", bound=Generation)
@@ -60,7 +60,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         """default_field: the constraint's field if no field of the body has one."""
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
         field = default_field if found is None else found.field
-        return EngineRequest(prompts, params, body.user, request_options(body), body.n or 1, field)
+        return EngineRequest(prompts, params, body.user, request_options(body), body.n or 1, field, budget_field(body))
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         return self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}

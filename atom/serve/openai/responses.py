@@ -27,7 +27,7 @@ from atom.serve.ids import new_id
 from atom.serve.openai.chat import parsers_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.namespaces import GivenTool, call_names, flat_name, flat_tools
-from atom.serve.openai.params import find_constraint, request_options, sampling_params
+from atom.serve.openai.params import budget_field, find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
     LOGPROBS,
@@ -43,6 +43,7 @@ from atom.serve.openai.responses_schema import (
     NamespaceTool,
     PlainFormat,
     Reasoning,
+    ReasoningOptions,
     ResponsesRequest,
     SchemaFormat,
 )
@@ -55,6 +56,7 @@ from atom.serve.openai.schema import (
     NamedFunction,
     NamedTool,
     OtherTool,
+    ReasoningLimit,
     RefusalPart,
     ResponseFormat,
     Sampling,
@@ -134,7 +136,8 @@ class ResponsesResponder(Responder):
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
         if chat.logprobs:
             self._tokens = ContentTokens(context.need_tokenizer(), prompt, self._params)
-        return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
+        options, limited = request_options(chat), budget_field(chat)
+        return EngineRequest([prompt], [self._params], chat.user, options, constraint_field=field, budget_field=limited)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
@@ -236,7 +239,7 @@ def hides_last(finish: Finish, params: SamplingParams) -> bool:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that asks for the same."""
-    reasoning, has_logprobs = body.reasoning, LOGPROBS in (body.include or ())
+    has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise FieldError("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]')
     return ChatRequest.model_construct(
@@ -248,7 +251,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         response_format=response_format(body.text.format if body.text else None),
         logprobs=has_logprobs,
         top_logprobs=body.top_logprobs if has_logprobs else None,
-        reasoning_effort=reasoning.effort if reasoning else None,
+        reasoning=reasoning_limit(body.reasoning),
         chat_template_kwargs=body.chat_template_kwargs,
         **{name: getattr(body, name) for name in Sampling.model_fields},
     )
@@ -289,6 +292,12 @@ def allowed_tools(
 
 def named_tool(name: str) -> NamedTool:
     return NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=name))
+
+
+def reasoning_limit(given: ReasoningOptions | None) -> ReasoningLimit | None:
+    if given is None:
+        return None
+    return ReasoningLimit.model_construct(effort=given.effort, max_tokens=given.max_tokens)
 
 
 def response_format(given: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:

@@ -24,6 +24,7 @@ from atom.serve.openai.schema import (
     LEFT_OUT,
     TOOLS,
     Body,
+    Budget,
     Count,
     Effort,
     JSONObject,
@@ -242,6 +243,7 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
+    max_tokens: Budget | None = Field(None, description="another name of thinking_token_budget")
     context: Word | None = Field(None, description="a hint: the chat template decides which reasoning the model reads")
     summary: Word | None = Field(None, description="a hint: reasoning comes whole, and no summary of it")
     generate_summary: Word | None = Field(None, description=HINT)

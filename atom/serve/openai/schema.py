@@ -62,6 +62,8 @@ Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
+THINKING = "tokens of reasoning, after which it is ended; -1: any number"
 
 # fields of generation and embedding requests
 ModelName = Annotated[str | None, Field(description="one of the served names; default: the first")]
@@ -217,6 +219,8 @@ class Sampling(Body):
     priority: Priority = None
     user: User = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Budget | None = Field(None, description=THINKING)
+    thinking_budget: Budget | None = Field(None, description="another name of thinking_token_budget")
     store: bool | None = Field(None, description="a label: nothing is stored")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     client_metadata: JSONObject | None = Field(None, description=LABEL)
@@ -409,6 +413,13 @@ def refuse_audio(modalities: Any) -> Any:
     return modalities
 
 
+class ReasoningLimit(Body):
+    """OpenRouter's object."""
+
+    effort: Effort | None = Field(None, description="another name of reasoning_effort")
+    max_tokens: Budget | None = Field(None, description="another name of thinking_token_budget")
+
+
 class ChatRequest(Generation):
     messages: ChatMessages | None = None
     prompt: ChatMessages | None = Field(None, description="another name of messages")
@@ -429,6 +440,7 @@ class ChatRequest(Generation):
     )
     add_special_tokens: Literal[False] | None = Field(None, description="a template brings its own")
     reasoning_effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
+    reasoning: ReasoningLimit | None = None
     modalities: Annotated[List[Literal["text"]], BeforeValidator(refuse_audio)] | None = Field(
         None, min_length=1, max_length=1
     )

@@ -18,7 +18,7 @@ from typing import Any
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import compile_template
 from atom.config import Config
-from atom.config.tool_formats import ToolFormat, detect_format, marker_of, openers, read_format
+from atom.config.tool_formats import choose_format, find_channels, marker_of, openers, read_format
 from atom.errors import CheckpointError, RequestError
 from atom.runtime.requests.detokenizer import MARK
 from atom.sampling_params import SamplingParams
@@ -41,13 +41,6 @@ from atom.serve.output.reasoning_parser import ReasoningSplitter
 from atom.serve.output.tool_parser import CallReader
 
 LOG = logging.getLogger("atom.serve")
-
-
-def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
-    """The format of the model's calls: as set, as its chat template shows, or the model file's."""
-    if config.serve.http.tool_calls != "auto":
-        return config.serve.http.tool_calls
-    return (tokenizer and detect_format(tokenizer.template_text)) or config.model.tool_calls
 
 
 def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
@@ -103,12 +96,12 @@ class ChatParsers:
             raise FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(choice, AllowedChoice):
             tools, choice = allowed_tools(tools or (), choice), choice.allowed_tools.mode
-        name = choose_format(config, tokenizer)
+        name = choose_format(config, template := tokenizer.template_text if tokenizer else "")
         self._format = self._plain_format = read_format(name) if name not in (None, "none") else None
         if choice in (None, "auto") and self._format is None and has_called:
             choice = "none"
         self.tools = None if choice == "none" else tools or None  # the tools in the prompt
-        self._channels = self._format if self._format and self._format.channels else find_channels(config, tokenizer)
+        self._channels = self._format if self._format and self._format.channels else find_channels(config, template)
         self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
         self._is_parallel, self._new_id, self._tokenizer = is_parallel, new_id, tokenizer
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -287,10 +280,3 @@ def why_no_format(config: Config) -> str:
     return (
         f"this model was not trained for tools: {reason}; force a call with tool_choice, or set serve.http.tool_calls"
     )
-
-
-def find_channels(config: Config, tokenizer: Tokenizer | None) -> ToolFormat | None:
-    """The format of a model whose answers have channels, whatever is set for its calls."""
-    name = (tokenizer and detect_format(tokenizer.template_text)) or config.model.tool_calls
-    found = read_format(name) if name else None
-    return found if found and found.channels else None

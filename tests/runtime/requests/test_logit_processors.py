@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,16 @@ def test_a_greedy_choice_keeps_the_rules(bias: Any, min_tokens: int, matcher: An
         tokens = [token for token in tokens if token != 5]
     expected = max(tokens, key=lambda token: values[token] + (bias or {}).get(token, 0.0))
     assert sample(torch.tensor([values]), [asked[1]])[0] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("matcher", "allowed"), [(None, [5]), (Only(5, 6), [5]), (Only(2, 6), [2, 6])], ids=["free", "allowed", "forbidden"]
+)
+def test_a_forced_token_is_the_only_one_unless_the_grammar_forbids_it(matcher: Any, allowed: list[int]) -> None:
+    _, sequence, num_output = asked = row(matcher=matcher, logit_bias={5: -100}, min_tokens=4, stop_token_ids=[5])
+    sequence.thinking = SimpleNamespace(forced=5, num_free=0)  # type: ignore[assignment]
+    shaping = find_shaping([asked], VOCAB)
+    assert shaping is not None and num_output == 0
+    ((at, found),) = shaping.allowed
+    assert (at, np.frombuffer(found, np.bool_).nonzero()[0].tolist()) == (1, allowed)
+    assert [token for _, token in shaping.banned] == ([] if 5 in allowed else [5]), "nothing else keeps it out"

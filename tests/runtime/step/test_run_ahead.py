@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from runtime.test_engine import EOS, Letters
 from atom.errors import CapacityError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.kv.cache import LOADED_BYTES, KVCache
+from atom.runtime.requests.thinking import Marker, ReasoningMarkers
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.scheduler import Scheduler
 from atom.runtime.step.builder import StepBuilder
@@ -57,11 +59,26 @@ def next_token(tokens: list[int], seed: int) -> int:
     return EOS if draw % 8 == 0 else 65 + draw // 8 % 4
 
 
+THINKS = ReasoningMarkers(Marker("A", [65]), [Marker("BC", [66, 67])], lambda tokens: "".join(map(chr, tokens)))
+
+
+def forced_token(prompt: list[int], output: list[int], budget: int | None) -> int | None:
+    """The token of BC that ends what an A begins, once its letters are as many as the budget, all blocks together."""
+    before, after = "".join(map(chr, prompt)), "".join(map(chr, output))
+    start = before.rfind("A")
+    text = (before[start:] if start > before.rfind("BC") else "") + after
+    blocks = re.findall("A(.*?)(BC|$)", text, re.DOTALL)
+    if budget is None or not blocks or blocks[-1][1] or sum(len(body) for body, _ in blocks) < budget:
+        return None
+    return ord("C" if blocks[-1][0].endswith("B") else "B")
+
+
 def by_itself(sequence: Sequence, max_model_len: int) -> list[int]:
     """The tokens that a sequence gets by itself."""
     params, tokens = sequence.params, list(sequence.prompt)
     while True:
-        tokens.append(next_token(tokens, sequence.seed))
+        forced = forced_token(sequence.prompt, tokens[len(sequence.prompt) :], params.thinking_token_budget)
+        tokens.append(next_token(tokens, sequence.seed) if forced is None else forced)
         output = tokens[len(sequence.prompt) :]
         is_over = len(output) == params.max_tokens or len(tokens) == max_model_len
         is_stopped = tokens[-1] == EOS and not params.ignore_eos and len(output) >= params.min_tokens
@@ -162,7 +179,12 @@ class Device:
             for row in rows
             if row.samples
         ]
-        tokens = [token for row, own in zip(rows, given, strict=True) if (token := self.compute(row, own)) is not None]
+        allowed = dict(step.shaping.allowed if step.shaping else [])
+        only = {at: each.index(1) for at, each in allowed.items() if sum(each) == 1}  # of rows that sample
+        tokens: list[int] = []
+        for row, own in zip(rows, given, strict=True):
+            token = self.compute(row, own, only.get(len(tokens)))
+            tokens += [] if token is None else [token]
         scored = {each.row: [Logprobs(token, -1.0, 1, []) for token in each.targets] for each in step.scored}
         self.pending.append((plan, named))
         self.plans.append(plan)
@@ -178,14 +200,15 @@ class Device:
             assert sequence not in pending or tokens == self.known[slot], "what the device knows better stays"
             self.known[slot], self.num_given[slot] = tokens, num_tokens
         for sequence in by_slot.values():
-            if sequence.needs_host:
+            if isinstance(sequence.matcher, Bound):
                 assert sequence not in pending, "its next token follows from those that the host has"
-                assert sequence.matcher.tokens == sequence.output  # type: ignore[union-attr]
+                assert sequence.matcher.tokens == sequence.output
 
     def is_given(self, row: ScheduledRequest) -> bool:
         return row.start < self.num_given[row.sequence.slot]
 
-    def compute(self, row: ScheduledRequest, given: object) -> int | None:
+    def compute(self, row: ScheduledRequest, given: object, only: int | None) -> int | None:
+        """only: the one token that may come next; None: any may"""
         sequence, stop = row.sequence, row.start + row.num_tokens
         known = self.known[sequence.slot]
         if self.is_given(row):
@@ -212,7 +235,7 @@ class Device:
                 assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
         if not row.samples:
             return None
-        known.append(next_token(known[:stop], sequence.seed))
+        known.append(next_token(known[:stop], sequence.seed) if only is None else only)
         assert len(known) == stop + 1
         return known[-1]
 
@@ -251,7 +274,7 @@ class World:
             self.device,  # type: ignore[arg-type]
             self.scheduler,
             Builder(Capacity(tuple(kind.name for kind in kinds), NUM_SLOTS, WIDTH, vocab=400)),
-            Vocabulary(400, frozenset({EOS}), Letters()),  # type: ignore[arg-type]
+            Vocabulary(400, frozenset({EOS}), Letters(), lambda: THINKS),  # type: ignore[arg-type]
             seed=0,
         )
         self.sequences: list[Sequence] = []
@@ -320,7 +343,8 @@ class World:
                 break
             self.step()
         assert not self.engine.has_work, "some never end"
-        assert not self.device.pending and not self.scheduler._in_flight and not self.scheduler._leaving
+        assert not self.device.pending and not self.scheduler._in_flight
+        assert not self.scheduler._leaving and not self.scheduler._stale
         assert sorted(self.scheduler._slots) == list(range(self.scheduler.num_slots))
         cache = self.scheduler.cache
         assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
@@ -392,6 +416,27 @@ def test_a_sequence_that_needs_the_host_waits_for_each_commit_and_the_others_go_
     assert all(free in plan for plan in plans[:24]), "it is delayed by nobody"
     assert [at for at, plan in enumerate(plans) if bound in plan] == [place * (depth + 1) for place in range(6)]
     assert world.stats.num_ahead == (23 if depth else 0)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4])
+def test_reasoning_ends_where_its_budget_does_and_steps_ahead_wait_only_for_that(depth: int, budget: int) -> None:
+    world = World([FULL, WINDOW], run_ahead=depth, num_blocks=200, prefix=True)
+    for length in range(1, 9):
+        for opened in ([], [65], [65, 68, 66]):  # the reasoning is open, the last time with a part of its end
+            world.add([*prompt(length), *opened], max_tokens=40, ignore_eos=True, thinking_token_budget=budget)
+    world.finish()
+    texts = ["".join(map(chr, each.output)) for each in world.sequences]
+    assert sum(text.count("A") > 1 for text in texts) > 5, "some think again, and again"
+    assert (world.stats.num_ahead > 0) == (depth > 0)
+    assert (world.stats.num_preemptions > 0, world.stats.num_overrun > 0) == (depth > 0, depth > 0)
+
+
+def test_steps_run_ahead_of_a_budget_that_is_far(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    (sequence,) = world.add([65], max_tokens=20, ignore_eos=True, thinking_token_budget=30)
+    world.finish()
+    assert world.stats.num_ahead == (19 if depth else 0)
+    assert world.stats.num_overrun == world.stats.num_preemptions == 0 and len(sequence.output) == 20
 
 
 def test_siblings_start_once_the_first_prompt_is_committed_and_share_it(depth: int) -> None:
@@ -545,6 +590,7 @@ class Serving(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         is_bound=st.sampled_from([False, False, True]),
+        thinking_token_budget=st.sampled_from([None, None, 0, 1, 3, 7]),
         abort_at=st.sampled_from([None, None, None, 1, 3]),
     )
     def add(self, length: int, **params: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,24 @@ def test_a_request_of_claude_code_is_served(ask: Asker):
     assert response.status_code == 200 and read_events(response)[-1][0] == "message_stop"
     plain = {name: value for name, value in CLAUDE_CODE.items() if name in ("system", "temperature")}
     _, (same,) = ask(HI, {**ASK, **plain, "tools": [TOOL]})
-    assert (submit.prompt, submit.params) == (same.prompt, same.params)
+    assert submit.prompt == same.prompt
+    assert submit.params == replace(same.params, thinking_token_budget=31999)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, 1024),
+        ({"type": "enabled", "budget_tokens": 0}, 0),
+        ({"type": "enabled"}, None),
+        ({"type": "adaptive", "budget_tokens": 1024}, None),
+        ({"type": "disabled", "budget_tokens": 1024}, None),
+        (None, None),
+    ],
+)
+def test_a_budget_limits_thinking_that_is_enabled(thinking: Any, budget: int | None, ask: Asker):
+    _, (submit,) = ask(HI, {**ASK, "thinking": thinking})
+    assert submit.params.thinking_token_budget == budget
 
 
 SEARCH: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}

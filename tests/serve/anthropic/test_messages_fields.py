@@ -424,12 +424,9 @@ ROWS: dict[type[Body], dict[str, Row]] = {
     schema.NoTool: {"type": differs(tools(TOOL), tools(TOOL) | {"tool_choice": {"type": "none"}})},
     schema.Thinking: {
         "type": differs(GREEDY | {"thinking": {"type": "enabled"}}, GREEDY | {"thinking": {"type": "disabled"}}),
-        "budget_tokens": is_label(
-            schema.Thinking,
-            "budget_tokens",
-            "a hint",
-            GREEDY | {"thinking": {"type": "enabled"}},
-            GREEDY | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "budget_tokens": both(
+            has_test("test_a_budget_limits_thinking_that_is_enabled", "test_messages_app.py"),
+            refuses(GREEDY | {"thinking": {"type": "enabled", "budget_tokens": -1}}, "budget_tokens"),
         ),
         "display": has_test("test_thinking_that_is_omitted_leaves_an_empty_block", "test_messages_app.py"),
         "block_binding": is_label(

@@ -18,7 +18,7 @@ from atom.sampling_params import SamplingParams
 from atom.serve.http.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
 from atom.serve.output.output_parser import Answer
-from atom.serve.output.parsers import ChatParsers, choose_format, prepare_chats
+from atom.serve.output.parsers import ChatParsers, prepare_chats
 
 THINK = ("<think>", "</think>")
 
@@ -329,9 +329,9 @@ def test_the_content_of_channels_has_its_places(config: Config, choice: str | No
 def test_a_format_is_the_one_set_then_the_templates_then_the_model_files(config: Config):
     coder = harmony_tokenizer().with_template("<tool_call>\n<function=f>\n<parameter=p>")
     explicit = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls="glm45")))
-    assert choose_format(explicit, coder) == "glm45"
-    assert choose_format(config, coder) == "qwen3_coder"
-    assert choose_format(config, None) == "tagged_json"
+    assert tool_formats.choose_format(explicit, coder.template_text) == "glm45"
+    assert tool_formats.choose_format(config, coder.template_text) == "qwen3_coder"
+    assert tool_formats.choose_format(config, "") == "tagged_json"
     parsers = ChatParsers(config, [tool("f")], None, coder)
     parsers.constrain(SamplingParams(), "prompt")
     written = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"

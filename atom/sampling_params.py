@@ -89,6 +89,8 @@ UNUSED_OF_BEAMS: dict[str, Any] = {  # the same, read only with num_beams
 UNUSED_OF_SAMPLES = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}  # unless greedy
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
+COUNT = number(0, 0, INT32).metadata
+PATTERNS = ("max_pattern_size", "min_pattern_size", "min_count")  # of repetition_detection, by vLLM's names
 BIAS = number(0, -100, 100).metadata
 # the kinds of SamplingParams.structured_outputs, by the names of vLLM's StructuredOutputsParams: types and meaning
 STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -151,6 +153,7 @@ class SamplingParams:
     thinking_token_budget: int | None = number(
         None, -1, INT32
     )  # tokens of reasoning, after which its end marker is forced; null or -1: any number
+    repetition_detection: dict[str, int] | None = None  # {max_pattern_size, min_pattern_size, min_count}: tokens, times
     stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
     tool_calls: str | None = None  # a grammar in Lark's notation, in which @answer is what structured_outputs say
@@ -167,6 +170,7 @@ class SamplingParams:
         self.top_k = max(self.top_k, 0)
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
+        self.repetition_detection = repetition_detection(self.repetition_detection)
         if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -249,6 +253,28 @@ def check_bias(bias: Any) -> None:
     for token, value in (bias or {}).items():
         sampling_number("logit_bias: token id", token, "int", TOKEN_ID)
         sampling_number(f"logit_bias[{token}]", value, "float", BIAS)
+
+
+def repetition_detection(value: Any) -> dict[str, int] | None:
+    """Which repetitions end an answer, with all its fields, as vLLM's RepetitionDetectionParams; None: none do.
+
+    max_pattern_size, min_pattern_size: tokens of what is repeated; a maximum of 0 means none, a minimum of 0 means 1
+    min_count: how often it has to be there
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"repetition_detection={value!r} is not a mapping of {', '.join(PATTERNS)}")
+    if unknown := [name for name in value if name not in PATTERNS]:
+        raise RequestError(f"repetition_detection: there is no {unknown[0]!r}; it takes {', '.join(PATTERNS)}")
+    found = {
+        name: sampling_number(f"repetition_detection: {name}", value.get(name) or 0, "int", COUNT) for name in PATTERNS
+    }
+    if found["min_pattern_size"] > found["max_pattern_size"]:
+        raise RequestError("repetition_detection: min_pattern_size is more than max_pattern_size")
+    if found["max_pattern_size"] and found["min_count"] < 2:
+        raise RequestError(f"repetition_detection: min_count={found['min_count']} must be 2 or more")
+    return found | {"min_pattern_size": max(found["min_pattern_size"], 1)} if found["max_pattern_size"] else None
 
 
 def check_reasoning(value: Any) -> None:

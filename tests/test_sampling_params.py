@@ -120,11 +120,51 @@ def test_a_penalty_counts_where_it_is_not_neutral():
         ("bad_words", ["x", ""], "bad_words: '' is not a string of at least one character"),
         ("allowed_token_ids", [-1], "allowed_token_ids=-1 must be a whole number from 0 to 2147483647"),
         ("logit_bias", {1: 101}, "logit_bias[1]=101.0 must be a finite number from -100 to 100"),
+        (
+            "thinking_token_budget",
+            -2,
+            "thinking_token_budget=-2 must be a whole number from -1 to 2147483647",
+        ),
+        ("thinking_token_budget", 1.5, "thinking_token_budget=1.5 is not a whole number"),
+        ("thinking_token_budget", True, "thinking_token_budget=True is not a whole number"),
+        (
+            "repetition_detection",
+            3,
+            "repetition_detection=3 is not a mapping of max_pattern_size, min_pattern_size, min_count",
+        ),
+        (
+            "repetition_detection",
+            {"size": 3},
+            "repetition_detection: there is no 'size'; it takes max_pattern_size, min_pattern_size, min_count",
+        ),
+        (
+            "repetition_detection",
+            {"max_pattern_size": -1},
+            "repetition_detection: max_pattern_size=-1 must be a whole number from 0 to 2147483647",
+        ),
+        (
+            "repetition_detection",
+            {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+            "repetition_detection: min_pattern_size is more than max_pattern_size",
+        ),
+        (
+            "repetition_detection",
+            {"max_pattern_size": 2, "min_count": 1},
+            "repetition_detection: min_count=1 must be 2 or more",
+        ),
     ],
 )
 def test_a_parameter_is_checked_by_its_type(name: str, value: object, error: str):
     with pytest.raises(RequestError, match=f"^{re.escape(error)}$"):
         SamplingParams(**{name: value})
+
+
+def test_values_that_mean_nothing_are_none_as_in_vllm():
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
+    for nothing in ({}, {"max_pattern_size": 0}, {"max_pattern_size": 0, "min_count": 5}):
+        assert SamplingParams(repetition_detection=nothing).repetition_detection is None
+    given = SamplingParams(repetition_detection={"max_pattern_size": 4, "min_count": 3}).repetition_detection
+    assert given == {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}
 
 
 def test_a_field_over_several_lines_has_its_comment_in_the_docs():

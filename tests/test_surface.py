@@ -63,6 +63,7 @@ SAMPLING = {
     "mark_visible_tokens": False,
     "structured_outputs": None,
     "thinking_token_budget": None,
+    "repetition_detection": None,
     "reasoning": None,
     "tool_calls": None,
 }
@@ -128,7 +129,7 @@ job: kind output output_file gpu chat system_prompt stage save_tokenizer pipelin
 job: a b bound bisect save_draft check num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
-sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget reasoning tool_calls
+sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection reasoning tool_calls
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft
 """
 

@@ -60,8 +60,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None  # None without logprobs, as the next
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop | length | abort | error
-    stop_reason: int | str | None = None  # the stop token or stop string; of an error its message
+    finish_reason: str | None = None  # stop | length | repetition | abort | error
+    stop_reason: int | str | None = None  # the stop token or stop string; of an error its message; repetition_detected
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -248,6 +248,7 @@ class LLM:
 
     def _describe_answer(self, sequence: EngineSequence) -> CompletionOutput:
         reason, stop = sequence.finish_reason or "", sequence.error or sequence.stop_string
+        stop = "repetition_detected" if reason == "repetition" else stop
         token = re.fullmatch(r"stop_(\d+)", reason)
         logprobs = None if sequence.params.logprobs is None else sequence.logprobs
         return CompletionOutput(

@@ -32,6 +32,7 @@ from atom.runtime.requests.detokenizer import Detokenizer
 from atom.runtime.requests.grammar import Grammars
 from atom.runtime.requests.loras import Loras
 from atom.runtime.requests.output import Stream
+from atom.runtime.requests.repetition import make_detector
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
@@ -168,6 +169,7 @@ class Engine:
                 pooling=options.pooling,
                 matcher=matchers[index] if matchers else None,
                 thinking=None if thinking is None else thinking.copy(),
+                repetition=make_detector(params),
                 bad_words=bad_words,
                 adapter=lora,
             )

@@ -119,6 +119,15 @@ class TokenBudget(Protocol):
         """Take the next token of the answer."""
 
 
+class RepetitionState(Protocol):
+    """The repetitions of an answer so far; `runtime.requests.repetition` has it."""
+
+    is_met: bool  # whether they end it
+
+    def push(self, token: int) -> None:
+        """Take the next token of the answer."""
+
+
 @dataclass(eq=False)
 class Adapter:
     """A LoRA adapter that is loaded; `runtime.requests.loras` writes it."""
@@ -164,6 +173,7 @@ class Request:
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
     thinking: TokenBudget | None = None  # None: its reasoning is not limited
+    repetition: RepetitionState | None = None  # None: it may repeat itself
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not follow one another
     adapter: Adapter | None = None  # None: only the model's own weights
     arrival: float = field(default_factory=time.perf_counter)  # seconds
@@ -196,7 +206,7 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     pooled: npt.NDArray[np.float64] | None = None  # [H], the sum over tokens that are pooled, so far
-    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | repetition | abort | error
     stop_string: str | None = None  # the stop string that was met
     error: str | None = None  # the message, if finish_reason is error
     text: str | None = None  # the answer, once finished; None without a tokenizer
@@ -341,5 +351,5 @@ StreamCallback = abc.Callable[[RequestOutput], Any]
 
 
 def openai_reason(reason: str) -> str:
-    """A finish reason as OpenAI and vLLM name it: stop, length, abort or error."""
+    """A finish reason as OpenAI and vLLM name it: stop, length, repetition, abort or error."""
     return "stop" if reason.startswith("stop_") else {"eos": "stop", "max_tokens": "length"}.get(reason, reason)

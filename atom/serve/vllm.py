@@ -41,7 +41,6 @@ INSTEAD = {
     "padding": "inputs are never padded; leave it out",
     "previous_input_messages": "send the whole conversation as input",
     "prompt_embeds": "a prompt is a text or token ids; send prompt",
-    "repetition_detection": "repetition_penalty and frequency_penalty make repetitions unlikely; max_tokens ends them",
     "return_mm_kwargs": TEXT_ONLY,
     "return_prompt_text": "POST /tokenize with messages gives the prompt's token ids, and POST /detokenize their text",
     "return_token_offsets": "POST /tokenize with return_token_strs gives the text of each token; leave it out",

@@ -109,6 +109,18 @@ def test_a_stop_token_is_the_reason(opened: LLM):
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", token)
 
 
+def test_a_repetition_is_the_reason_by_vllms_names(opened: LLM):
+    detection = {"max_pattern_size": 1, "min_count": 3}
+    params = SamplingParams(max_tokens=8, ignore_eos=True, allowed_token_ids=[5], repetition_detection=detection)
+    (output,) = opened.generate([PROMPT], params, use_tqdm=False)
+    (answer,) = output.outputs
+    assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (
+        [5] * 3,
+        "repetition",
+        "repetition_detected",
+    )
+
+
 def test_texts_chats_and_stop_strings(tmp_path: Path):
     llm = LLM(str(serving.save_talker(tmp_path / "talker")), level=0)
     greedy = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

@@ -306,6 +306,16 @@ def limits_thinking(path: str, base: dict[str, Any], limit: Callable[[int], dict
     )
 
 
+def repeats(detection: dict[str, int], count: int) -> Row:
+    """An answer of one letter, again and again, ends after so many."""
+    asked = COMPLETION | only(A) | {"repetition_detection": {"min_count": 2} | detection}
+
+    def check(server: Server) -> None:
+        assert text(asking.post(server, COMPLETIONS, asked)) == "a" * count
+
+    return check
+
+
 def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
     """The fields that completions and chats share, for one of the two."""
     sampled = base | SAMPLED
@@ -433,6 +443,18 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             limits_thinking(path, base, lambda count: {"thinking_budget": count}),
             is_same(path, base | {"thinking_budget": 0}, base | {"thinking_budget": 0, "thinking_token_budget": 0}),
             refuses(path, base | {"thinking_budget": 0, "thinking_token_budget": 1}, "thinking_token_budget"),
+        ),
+        "repetition_detection": both(
+            makes(
+                path,
+                base | only(A),
+                base | only(A) | {"repetition_detection": {"max_pattern_size": 1, "min_count": 3}},
+                lambda it: (text(it), finish_reason(it)),
+                ("a" * 8, "length"),
+                ("aaa", "repetition"),
+            ),
+            refuses(path, base | {"repetition_detection": {"max_pattern_size": 1}}, "repetition_detection"),
+            refuses(path, base | {"repetition_detection": {"max_size": 1}}, "repetition_detection"),
         ),
         "cache_salt": salts(path, base | long_prompt(path)),
         "priority": goes_first(path, base),
@@ -694,6 +716,17 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
         ),
         "verbosity": both(hints("verbosity", "low", "high"), refuses(CHAT, TALK | {"verbosity": "no"}, "verbosity")),
+    },
+    schema.RepetitionDetection: {
+        "max_pattern_size": both(repeats({"max_pattern_size": 0}, 8), repeats({"max_pattern_size": 3}, 2)),
+        "min_pattern_size": both(
+            repeats({"max_pattern_size": 3, "min_pattern_size": 0}, 2),
+            repeats({"max_pattern_size": 3, "min_pattern_size": 3}, 6),
+        ),
+        "min_count": both(
+            repeats({"max_pattern_size": 1, "min_count": 4}, 4),
+            refuses(COMPLETIONS, COMPLETION | {"repetition_detection": {"min_count": -1}}, "repetition_detection"),
+        ),
     },
     schema.ReasoningLimit: {
         "effort": both(

@@ -396,11 +396,12 @@ def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config
         assert (call["type"], call["arguments"], call["status"]) == ("function_call", '{"word": "', "incomplete")
 
 
-def test_an_answer_that_an_operator_aborts_is_incomplete(configure: Callable[..., Config]):
+@pytest.mark.parametrize("reason", ["abort", "repetition"])
+def test_an_answer_that_something_else_ends_is_incomplete(configure: Callable[..., Config], reason: str):
     for stream in (False, True):
-        answer, _ = scripted.post(configure(), Said(["One"], "abort"), ASK | {"stream": stream}, PATH)
+        answer, _ = scripted.post(configure(), Said(["One"], reason), ASK | {"stream": stream}, PATH)
         response = read_events(answer.text)[-1]["response"] if stream else answer.json()
-        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": reason})
         assert response["completed_at"] is None and response["output"][0]["status"] == "incomplete"
 
 

@@ -42,16 +42,20 @@ from atom.runtime.types import Logprobs, Plan, Sampled, ScheduledRequest, Sequen
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
-    """Why the last token ends the answer: eos, stop_{id}, max_tokens, or None. Stop strings are the caller's."""
+    """Why the last token ends the answer: eos, stop_{id}, max_tokens, repetition, or None.
+
+    Stop strings are the caller's.
+    """
     params, token = sequence.params, sequence.output[-1]
-    if len(sequence.output) >= params.min_tokens:
+    is_early = len(sequence.output) < params.min_tokens
+    if not is_early:
         if token in sequence.stop_ids and not params.ignore_eos:
             return "eos"
         if params.stop_token_ids and token in params.stop_token_ids:
             return f"stop_{token}"
     if len(sequence.output) >= params.max_tokens or sequence.num_tokens >= max_model_len:
         return "max_tokens"
-    return None
+    return "repetition" if sequence.repetition is not None and sequence.repetition.is_met and not is_early else None
 
 
 def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
@@ -549,6 +553,8 @@ class Scheduler:
             num_taken += 1
             if sequence.thinking is not None:
                 sequence.thinking.push(token)
+            if sequence.repetition is not None:
+                sequence.repetition.push(token)
             reason = finish(sequence)
             if reason is not None or sequence.finish_reason is not None:
                 break

@@ -151,6 +151,6 @@ def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:
     match finish.reason:
         case "stop_sequence":
             return "stop_sequence", finish.stop_string
-        case "max_tokens":
+        case "max_tokens" | "repetition":  # of Anthropic's terms the one for an answer that is cut off
             return "max_tokens", None
     return ("tool_use" if has_calls else "end_turn"), None

@@ -78,7 +78,7 @@ class End(Message):
 class Finish(msgspec.Struct, array_like=True, gc=False):
     """The end of one sequence."""
 
-    reason: str  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    reason: str  # eos | max_tokens | stop_sequence | stop_{id} | repetition | abort | error
     num_output: int  # tokens
     num_cached: int  # prompt tokens that the prefix cache gave
     queue: float  # seconds from its arrival in the engine to its admission

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from atom.config import Config
 from atom.errors import RequestError
 from atom.runtime.types import RequestOptions
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import SamplingParams, repetition_detection
 from atom.serve.http.errors import FieldError, constraint_error, shown
-from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
+from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation, RepetitionDetection
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
 # fields of a body that take another form here, or have several names
-READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget"}
+READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget", "repetition_detection"}
 SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
@@ -47,6 +47,8 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
         values["structured_outputs"] = constraint.value
     if (budget := find_budget(body)) is not None:
         values["thinking_token_budget"] = budget.num_tokens
+    if body.repetition_detection is not None:
+        values["repetition_detection"] = read_repetition(body.repetition_detection)
     num_logprobs = requested_logprobs(body)
     values["n"] = num_answers(body, config)
     if num_logprobs is None and values["n"] > (body.n or 1):
@@ -153,6 +155,13 @@ def effort_of(body: ChatRequest) -> str | None:
     if body.reasoning_effort and other and body.reasoning_effort != other:
         raise FieldError("reasoning_effort", "reasoning_effort and reasoning.effort are the same; give one")
     return body.reasoning_effort or other
+
+
+def read_repetition(body: RepetitionDetection) -> dict[str, int] | None:
+    try:
+        return repetition_detection(body.model_dump(exclude_none=True))
+    except RequestError as error:
+        raise FieldError("repetition_detection", str(error)) from None
 
 
 def read_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -81,7 +81,7 @@ REPEATED = (
     "user",
 )
 # our finish reason -> why the response is incomplete; an operator's /sleep aborts what runs
-INCOMPLETE = {"max_tokens": "max_output_tokens", "abort": "abort"}
+INCOMPLETE = {"max_tokens": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
 # field of the chat that constrains the answer -> ours
 CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 

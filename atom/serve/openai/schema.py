@@ -192,6 +192,14 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
 
 
+class RepetitionDetection(Body):
+    """A pattern of tokens that ends the answer once it is there so many times in a row, under vLLM's names."""
+
+    max_pattern_size: Count | None = Field(None, description="tokens; 0: none")
+    min_pattern_size: Count | None = Field(None, description="tokens; 0: 1")
+    min_count: Count | None = Field(None, description="times, 2 or more")
+
+
 class Sampling(Body):
     """How an answer is sampled and scheduled: the fields that chats, completions and responses share."""
 
@@ -221,6 +229,7 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: Budget | None = Field(None, description=THINKING)
     thinking_budget: Budget | None = Field(None, description="another name of thinking_token_budget")
+    repetition_detection: RepetitionDetection | None = None
     store: bool | None = Field(None, description="a label: nothing is stored")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     client_metadata: JSONObject | None = Field(None, description=LABEL)

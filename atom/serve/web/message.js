@@ -86,7 +86,7 @@ export function describeUsage({usage, finish}) {
   const rate = usage.tpot_s > 0 ? `${count(1 / usage.tpot_s)} tokens/s` : "";
   const cached = usage.prompt_tokens_details?.cached_tokens;
   const prompt = `prompt ${usage.prompt_tokens}${cached ? `, ${cached} of them cached` : ""}`;
-  const cut = finish === "length" ? "cut at the limit" : "";
+  const cut = {length: "cut at the limit", repetition: "cut, since it repeats itself"}[finish];
   return [first, rate, tokens(usage.completion_tokens), cut, prompt].filter(Boolean).join(" · ");
 }
 

@@ -166,6 +166,7 @@ def test_a_model_that_always_thinks_does_not_show_it_where_thinking_is_disabled(
     [
         (Said(["So."]), "end_turn", None),
         (Said(["So."], "max_tokens"), "max_tokens", None),
+        (Said(["So."], "repetition"), "max_tokens", None),
         (Said(["So"], "stop_sequence", "."), "stop_sequence", "."),
         (Said(["So"], "stop_7"), "end_turn", None),
         (Said([CALL]), "tool_use", None),

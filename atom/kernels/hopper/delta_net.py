@@ -24,8 +24,8 @@ from atom.kernels.triton.recurrent import delta_net
 from atom.kernels.triton.recurrent.states import row_of
 
 SIZES = (64, 128)  # of keys and values, see accepts_delta_net
-# of states that a program has in registers, of several heads: of a few sequences as many as fit, of more half as many, so
-# that one program's states come while another's are computed
+# of states that a program has in registers, of several heads: of a few sequences as many as fit, of more half as many,
+# so that one program's states come while another's are computed
 COLUMNS, FEW_COLUMNS = 128, 256
 FEW = 8  # sequences
 LANES = 32

@@ -197,6 +197,7 @@ def _score_chunks_by_dim(
     whole = _load_tile(q, rows, all_dims, is_token, q_stride, DIM).to(tl.float32)
     of_queries = tl.rsqrt(tl.sum(whole * whole, 1) + EPS)[:, None]
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    own = tl.zeros((CHUNK,), tl.float32)
     begins = tl.arange(0, CHUNK // BLOCK)[:, None, None] * BLOCK
     near_i, near_j = begins + tl.arange(0, BLOCK)[None, :, None], begins + tl.arange(0, BLOCK)[None, None, :]
     far_alike, far_read = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -204,15 +205,16 @@ def _score_chunks_by_dim(
     near_read = tl.zeros((CHUNK // BLOCK, BLOCK, BLOCK), tl.float32)
     for begin in tl.range(0, DIM, BLOCK_K, num_stages=1):
         dims = begin + tl.arange(0, BLOCK_K)
-        key = (_load_tile(k, rows, dims, is_token, k_stride, DIM).to(tl.float32) * of_keys).to(tl.float16)
-        query = (_load_tile(q, rows, dims, is_token, q_stride, DIM).to(tl.float32) * of_queries).to(tl.float16)
+        key = _load_tile(k, rows, dims, is_token, k_stride, DIM).to(tl.float32) * of_keys
+        query = _load_tile(q, rows, dims, is_token, q_stride, DIM).to(tl.float32) * of_queries
+        own += tl.sum(key * query, 1)
+        key, query = key.to(tl.float16), query.to(tl.float16)
         wide = tl.maximum(_load_tile(decay, rows, dims, is_token, HEADS * DIM, DIM) * LOG2_E, MIN_STEP)
         tl.store(kept + (chunk * HEADS + head).to(tl.int64) * DIM + dims, tl.exp2(tl.sum(wide, 0)), mask=dims < DIM)
         steps = wide.to(tl.float16)
         near_keys = tl.reshape(key, (CHUNK // BLOCK, BLOCK, BLOCK_K))
         near_queries = tl.reshape(query, (CHUNK // BLOCK, BLOCK, BLOCK_K))
         near_steps = tl.reshape(steps, (CHUNK // BLOCK, BLOCK, BLOCK_K))
-        near_read += tl.where(near_i == near_j, tl.dot(near_queries, tl.permute(near_keys, (0, 2, 1))), 0.0)
         for level in tl.static_range(BLOCK.bit_length() - 1):
             left = tl.exp2(tl.dot(_sums_to_middle(near_i, near_j, level), near_steps)).to(tl.float16)
             columns = tl.permute(near_keys * left, (0, 2, 1))
@@ -238,7 +240,8 @@ def _score_chunks_by_dim(
     is_near = i // BLOCK == j // BLOCK
     step = tl.load(beta + by_head + rows * HEADS, mask=is_token, other=0.0).to(tl.float32)
     alike = tl.where(is_near, _spread(near_alike, CHUNK, BLOCK), far_alike) * step[:, None]
-    read = tl.where(is_near, _spread(near_read, CHUNK, BLOCK), far_read) * SCALE
+    read = tl.where(is_near, _spread(near_read, CHUNK, BLOCK), far_read)
+    read = tl.where(i == j, own[:, None], read) * SCALE
     places, is_there = by_head * CHUNK + i * (HEADS * CHUNK) + j, is_token[:, None] & (j >= 0)
     tl.store(systems + places, alike.to(systems.dtype.element_ty), mask=is_there)
     tl.store(scores + places, read.to(scores.dtype.element_ty), mask=is_there)

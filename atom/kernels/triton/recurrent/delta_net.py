@@ -16,11 +16,12 @@ from atom.graph import Batch
 from atom.kernels.triton.activations import activation, softplus
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.recurrent.causal_conv import batched_causal_conv
 from atom.kernels.triton.recurrent.gated_delta import batched_gated_delta
 
 ROWS = 4  # heads whose outputs a program norms
+DECAYS = 512  # of a token, that a warp computes: by dim there are many
 
 
 @jit(do_not_specialize_on_alignment=["a", "b"])
@@ -75,9 +76,11 @@ def gated_delta_net(
     q, k, v = mixed.split([key_heads * dim, key_heads * dim, heads * width], 1)
     decay = a.new_empty(num_tokens, heads, *[dim] * (a.shape[1] > heads), dtype=torch.float32)
     beta = b.new_empty(num_tokens, heads, dtype=torch.float32)
+    warps = max(1, min(8, next_power_of_2(a.shape[1]) // DECAYS))
     _gated_delta_gates[num_tokens,](
-        a, b, a_log, bias, decay, beta, a.stride(0), b.stride(0), beta_scale, heads, a.shape[1], num_warps=1, **options
-    )
+        a, b, a_log, bias, decay, beta, a.stride(0), b.stride(0), beta_scale, heads, a.shape[1], num_warps=warps,
+        **options,
+    )  # fmt: skip
     keys, queries = k.view(num_tokens, key_heads, dim), q.view(num_tokens, key_heads, dim)
     o = batched_gated_delta(queries, keys, v.view(num_tokens, heads, width), decay, beta, state, batch, scale=scale,
                             normalize=normalize)  # fmt: skip

@@ -42,7 +42,7 @@ from atom.graph.recipe_contents import device_bytes, held_by_format, held_bytes,
 from atom.graph.recipes import leaves
 from atom.graph.shares import active_fractions
 from atom.graph.types import BITS
-from atom.jobs.explain.layouts import fit, kv_pool, layouts, prefill_limit
+from atom.jobs.explain.layouts import fit, kv_pool, layouts, prefill_limit, prompt_limit
 from atom.jobs.explain.page import make_page
 from atom.jobs.explain.text import describe, folded_diff
 from atom.kernels import Target, find_target, tuned
@@ -343,6 +343,7 @@ def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str,
         "bandwidth": gpu.bandwidth,
         **fit(gpu, graphs, config),
         "prefill_tokens_per_second": prefill_limit(graphs, gpu, mesh_of(config)),
+        "prompt": prompt_limit(graphs, gpu, mesh_of(config)),
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -27,7 +28,7 @@ from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
 from atom.graph.graph import results_of
 from atom.graph.recipe_contents import device_bytes
-from atom.jobs.bench.roofline import MATMULS, Limits, Matmul, program_costs, read_costs, step_work, total
+from atom.jobs.bench.roofline import MATMULS, Costs, Limits, Matmul, program_costs, read_costs, step_work, total
 from atom.jobs.bench.workload import Step
 from atom.kernels import Target
 from atom.runtime.types import StateKind
@@ -36,6 +37,7 @@ NUM_GPUS = (2, 4, 8, 16)  # that are shown besides one
 ON_A_HOST = 8  # of these; more are shown if no fewer are enough
 NUM_REQUESTS = (1, 32)  # whose limits are shown
 CONTEXT = 1024  # tokens that each of these sees
+PROMPT = 8192  # tokens of a prompt whose limit is shown
 
 
 def kv_pool(
@@ -122,9 +124,9 @@ def limits_of(gpu: GPUConfig) -> Limits:
 
 
 def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
-    """Max tokens/s that some requests get, by number; with it, the seconds of a step's collectives.
+    """Max tokens/s that some requests get, by number; with it, the seconds of a step's collectives, and its bytes.
 
-    The latter are None, and do not count, if the GPU's file has no times for as many ranks.
+    The seconds are None, and do not count, if the GPU's file has no times for as many ranks.
 
     graphs: of all stages, which take a step one after the other
     """
@@ -134,11 +136,27 @@ def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[d
         num_rows = -(-num_requests // mesh.data)  # of the fullest group
         step = Step(0.0, array("q", [CONTEXT] * num_rows), [], num_rows)
         collectives = collective_seconds(graphs, gpu, mesh, num_rows)
-        work = (total(step_work(read_costs(graph), step).values()) for graph in graphs)
+        costs = [read_costs(graph) for graph in graphs]
+        work = (total(step_work(each, step).values()) for each in costs)
         seconds = sum(map(limits.seconds, work)) + (collectives or 0.0)
-        rate = num_requests / seconds
-        result.append({"requests": num_requests, "tokens_per_second": rate, "collective_seconds": collectives})
+        about = {"requests": num_requests, "tokens_per_second": num_requests / seconds}
+        moved = sum(map(Counter, (step_bytes(each, step) for each in costs)), Counter[str]())
+        result.append({**about, "collective_seconds": collectives, "step_bytes": moved})
     return result
+
+
+def step_bytes(costs: Mapping[str, Costs], step: Step) -> dict[str, int]:
+    """The bytes of a step: of weights and KV, which are read, and of recurrent states, which are written too."""
+    work, runs = step_work(costs, step), step.runs(costs)
+    latent = total(  # weights of
+        layer.weight.work(run.step.num_tokens)
+        for run in runs
+        for layer in costs[run.program].attention
+        if layer.weight is not None
+    ).bytes
+    weights = work["matrix"].bytes + work["routing"].bytes + latent
+    each = {"weights": weights, "KV": work["attention"].bytes - latent, "states": work["recurrent"].bytes}
+    return {name: round(size) for name, size in each.items() if size}
 
 
 def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
@@ -149,12 +167,28 @@ def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float 
 
     graphs: of all stages, one after the other
     """
+    return None if "bf16" not in gpu.rates else mesh.data / sum(matmul_seconds(graph, gpu) for graph in graphs)
+
+
+def prompt_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Max tokens/s of prompts of PROMPT tokens, and the seconds of one by kind of work; None as `prefill_limit`.
+
+    graphs: of all stages, one after the other
+    """
     if "bf16" not in gpu.rates:
         return None
-    costs = [program_costs(graph.programs[BODY]) for graph in graphs]
-    matmuls = [matmul for each in costs for matmul in (*each.matmuls, *each.routing)]
-    seconds = sum(sum(matmul.work(1)[1:]) / rate_of(matmul, gpu) for matmul in matmuls)
-    return mesh.data / seconds
+    seconds = Counter[str]()
+    for graph in graphs:
+        work = step_work({BODY: program_costs(graph.programs[BODY])}, Step(0.0, array("q"), [(0, PROMPT)], 0))
+        others = {kind: work[kind].flops / gpu.rates["bf16"] for kind in ("attention", "recurrent") if work[kind].flops}
+        seconds += Counter({"matrix": matmul_seconds(graph, gpu) * PROMPT, **others})
+    return {"tokens": PROMPT, "tokens_per_second": mesh.data * PROMPT / seconds.total(), "seconds": seconds}
+
+
+def matmul_seconds(graph: Graph, gpu: GPUConfig) -> float:
+    """The seconds that a prompt's token takes in the matmuls of layers."""
+    costs = program_costs(graph.programs[BODY])
+    return sum(sum(matmul.work(1)[1:]) / rate_of(matmul, gpu) for matmul in (*costs.matmuls, *costs.routing))
 
 
 def rate_of(matmul: Matmul, gpu: GPUConfig) -> float:

@@ -141,11 +141,18 @@ def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> It
         yield "  weights", f"do not fit: they need at least {gpu['gpus_for_weights']} such GPUs"
     read = "weights, KV and states" if "state_slots" in gpu else "weights and KV"
     yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over {read}"
+    for each in gpu["decode"]:
+        moved = each["step_bytes"]
+        yield f"  of {each['requests']}", f"{_shares(moved)} of {_size(sum(moved.values()))} that a step moves"
     if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
         shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
         yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"
     if rate := gpu["prefill_tokens_per_second"]:
         yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the layers' GEMMs, without attention"
+        seconds, prompt = gpu["prompt"]["seconds"], gpu["prompt"]
+        kinds = {("GEMMs" if kind == "matrix" else kind): each for kind, each in seconds.items()}
+        at_most = f"at most {prompt['tokens_per_second']:,.0f} tokens/s for one of {prompt['tokens']:,} tokens"
+        yield "  prompt", f"{at_most}: {_shares(kinds)} of {sum(seconds.values()) * 1e3:,.1f} ms"
     for layout in gpu.get("layouts", ()):
         yield f"  {layout['name']}", _layout(layout)
 
@@ -181,6 +188,11 @@ def _decode(limits: list[dict[str, Any]]) -> str:
 
 def _each(numbers: dict[str, int], unit: str) -> str:
     return ", ".join(f"{number:,} {unit} ({name})" for name, number in numbers.items())
+
+
+def _shares(parts: dict[str, float]) -> str:
+    whole = sum(parts.values())
+    return ", ".join(f"{name} {part / whole:.1%}" for name, part in parts.items())
 
 
 def _size(num_bytes: int) -> str:

@@ -385,7 +385,10 @@ KV a token       70,272 bytes (full)
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
   weights        do not fit: they need at least 5 such GPUs
   decode         at most 115 tokens/s for one request of 1,024 tokens, 327 for 32: its bandwidth over weights and KV
+  of 1           weights 99.8%, KV 0.2% of 36.1 GiB that a step moves
+  of 32          weights 99.5%, KV 0.5% of 407.7 GiB that a step moves
   prefill        at most 20,606 tokens/s: its rate over the layers' GEMMs, without attention
+  prompt         at most 13,066 tokens/s for one of 8,192 tokens: GEMMs 63.4%, attention 36.6% of 627.0 ms
 """
 
 
@@ -459,6 +462,33 @@ def test_with_drafts_a_sequence_has_a_state_of_each_position_that_may_be_next(ru
     size = 2 * (3 - 1) * 48 * 4  # of two layers, each with the inputs before a token
     assert f"recurrent state  {size} bytes a sequence, room for 8 sequences and " in plain
     assert f"recurrent state  {size * 3 / 1024:.1f} KiB a sequence (3 states), room for 4 sequences and " in drafting
+
+
+def test_limits_of_a_hybrid_are_shown_by_kind(run: Any, explain: Any, published: Any):
+    """Three layers with the gated delta rule and one with attention, by hand."""
+    model = published("qwen3_next_80b_a3b"), "model.layers=4", "job.gpu=h200"
+    gpu = explain(*model)["gpu"]
+    state, inputs = 32 * 128 * 128, 3 * 8192  # numbers of a layer: a state, and what the convolution read before
+    for requests, limit in zip((1, 32), gpu["decode"], strict=True):
+        moved = limit["step_bytes"]
+        assert moved["states"] == requests * 3 * 2 * (4 * state + 2 * inputs), "read and written"
+        assert moved["KV"] == requests * 1024 * 2 * 2 * 256 * 2
+        seconds = sum(moved.values()) / load_gpu("h200").bandwidth
+        assert limit["tokens_per_second"] == pytest.approx(requests / seconds, rel=1e-6)
+    seconds, num = gpu["prompt"]["seconds"], 8192
+    assert gpu["prompt"]["tokens"] == num
+    assert seconds["matrix"] == pytest.approx(num / gpu["prefill_tokens_per_second"])
+    assert seconds["attention"] == pytest.approx(num * (num + 1) / 2 * 4 * 16 * 256 / 804e12)
+    assert seconds["recurrent"] == pytest.approx(num * 3 * (6 * state + 2 * inputs) / 804e12)
+    assert gpu["prompt"]["tokens_per_second"] == pytest.approx(num / sum(seconds.values()))
+    out = run(*model)[1]
+    found = re.search(r"\n  of 32 +weights (.*)%, KV (.*)%, states (.*)% of ", out)
+    assert found is not None
+    shares = [size / sum(moved.values()) for size in moved.values()]
+    assert found.groups() == tuple(f"{100 * share:.1f}" for share in shares)
+    assert re.search(
+        r"\n  prompt +at most [\d,]+ tokens/s for one of 8,192 tokens: GEMMs .*, recurrent \d\.\d% of ", out
+    )
 
 
 def test_a_gpu_reads_and_writes_the_states_of_requests(run: Any, explain: Any, checkpoints: Any):
@@ -559,7 +589,10 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     assert fit["kv_tokens"] == {"full": (blocks - 1) * 16}
     read = result["active_weights_bytes"] + 1024 * kv_bytes
     one, many = fit["decode"]
-    assert one == {"requests": 1, "tokens_per_second": pytest.approx(gpu.bandwidth / read), "collective_seconds": 0}
+    assert one == {
+        "requests": 1, "tokens_per_second": pytest.approx(gpu.bandwidth / read), "collective_seconds": 0,
+        "step_bytes": {"weights": result["active_weights_bytes"], "KV": 1024 * kv_bytes},
+    }  # fmt: skip
     assert many["requests"] == 32 and 32 * 0.05 < many["tokens_per_second"] / one["tokens_per_second"] < 32 * 0.2
     # what follows the last attention is computed for sampled rows only
     qkv, rest = (4096 + 2 * 512) * 2048, 2048 * 4096 + 128 * 2048 + 8 * 3 * 768 * 2048

@@ -82,7 +82,14 @@ def test_adapters_share_batches_through_chunks_and_preemptions(open_engine: Open
     )  # fmt: skip
     names = ["a0", None, "a1", "a2", "a1", None, "a0", "a2"]
     prompts = [tiny.prompt(13 + 3 * seed, seed=seed) for seed in range(8)]
+    (first,) = engine.add_request([prompts[0]], GREEDY, adapters="a2")
+    engine.add_request([prompts[1]], GREEDY)
+    engine.step()
+    engine.add_request(prompts[:6], GREEDY, adapters="a1")
+    assert (engine.metrics.running_adapters, engine.metrics.waiting_adapters) == (["a2"], ["a1"])
+    engine.abort(first)
     answers = engine.generate(prompts, GREEDY, adapters=names)
+    assert (engine.metrics.running_adapters, engine.metrics.waiting_adapters) == ([], [])
     assert engine.metrics.scheduler.num_preemptions > 0
     assert max(map(len, prompts)) > 12, "prompts are computed in chunks"
     for prompt, name, answer in zip(prompts, names, answers, strict=True):

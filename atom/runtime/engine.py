@@ -303,12 +303,17 @@ class Engine:
         scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.fullest
         num_host_used, num_host = scheduler.host_usage
+        everyone = [] if self._loras is None else list(scheduler.sequences.values())
+        adapters = {(each.adapter.name, each.slot >= 0) for each in everyone if each.adapter is not None}
         return replace(
             metrics,
             scheduler=copy(scheduler.stats),
             finish_reasons=dict(metrics.finish_reasons),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_deferred=scheduler.num_deferred,
+            running_adapters=sorted(name for name, is_running in adapters if is_running),
+            waiting_adapters=sorted(name for name, is_running in adapters if not is_running),
             num_blocks=num_blocks,
             num_blocks_used=num_used,
             num_host_blocks=num_host,
@@ -342,9 +347,12 @@ class Engine:
                 if isinstance(outcome, Exception):
                     self._fail(part.rows[0].sequence, outcome)
                     continue
+                num_output = self.metrics.num_output_tokens
                 for sequence in self.scheduler.commit(part, outcome, self._take_token):
                     self._end(sequence)
                     del self._streams[sequence.id]
+                num_prompt = sum(row.num_tokens for row in part.rows[part.num_decodes :])
+                self.metrics.count_step(num_prompt + self.metrics.num_output_tokens - num_output)
             self._emit()
         return self.take_ended()
 

@@ -8,9 +8,12 @@ Tests assert through them that an event took place.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 import msgspec
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's ITERATION_TOKENS_BUCKETS
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -32,6 +35,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_draft_tokens: int = 0  # that were verified
     num_accepted_tokens: int = 0  # of these, that count
     accepted_per_pos: list[int] = msgspec.field(default_factory=list)  # drafts whose first, second, … token counts
+    num_cached_tokens: int = 0  # of prompts, which the prefix cache had at their first admission
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -50,6 +54,17 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_host_blocks_used: int = 0  # of these, with content
     num_read_blocks: int = 0  # of KV, read from files since the start
     num_written_blocks: int = 0  # of KV, written to files since the start
+    num_step_tokens: int = 0  # of prompts that steps computed, and generated
+    step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps, by such tokens
+    num_deferred: int = 0  # sequences that wait for something other than room
+    running_adapters: list[str] = msgspec.field(default_factory=list)  # names of adapters that these have
+    waiting_adapters: list[str] = msgspec.field(default_factory=list)
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step by its tokens; `step_sizes` ends with those beyond STEP_TOKENS."""
+        self.num_step_tokens += num_tokens
+        self.step_sizes = list(self.step_sizes)  # since others hold the old one
+        self.step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     @property
     def kv_cache_usage(self) -> float:

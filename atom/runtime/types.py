@@ -195,6 +195,7 @@ class SchedulingState:
     num_matched: int = 0  # tokens of which others had the KV when it was admitted, but not the recurrent state
     drafts: list[int] = field(default_factory=list)  # after the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
+    num_preemptions: int = 0
 
 
 @dataclass(eq=False)

@@ -268,11 +268,15 @@ def test_stats_count_the_load_and_the_work_done():
     assert (stats.num_running, stats.num_waiting) == (2, 1)
     assert (stats.num_blocks, stats.num_blocks_used, stats.kv_cache_usage) == (10, 4, 0.4)
     assert (stats.scheduler.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (1, 15, 2)
+    assert (stats.num_step_tokens, stats.step_sizes) == (12, [0, 0, 1, *[0] * 11]), "two prompts and a token of each"
+    before = stats.step_sizes.copy()
     engine.abort("c")
     finish(engine)
+    assert stats.step_sizes == before, "what was handed out stays"
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks_used, stats.scheduler.num_steps) == (0, 0, 0, 3)
     assert stats.finish_reasons == {"max_tokens": 2, "abort": 1}
+    assert (stats.num_step_tokens, stats.step_sizes) == (16, [0, 2, 1, *[0] * 11]), "two steps of two tokens"
 
 
 def test_preemptions_are_counted_and_what_was_cached_at_first_is_kept():
@@ -283,8 +287,9 @@ def test_preemptions_are_counted_and_what_was_cached_at_first_is_kept():
     engine.step()
     admitted = [sequence.admitted_at for sequence in sequences]
     finish(engine)
-    assert engine.stats().scheduler.num_preemptions > 0
+    assert engine.stats().scheduler.num_preemptions == sum(each.num_preemptions for each in sequences) > 0
     assert [sequence.num_cached for sequence in sequences] == [4, 4]
+    assert engine.stats().scheduler.num_cached_tokens == 8 < engine.stats().scheduler.num_prefix_hit_tokens
     assert [sequence.admitted_at for sequence in sequences] == admitted
     for sequence in sequences:
         assert sequence.arrival <= sequence.admitted_at <= sequence.first_token_at <= sequence.finished_at

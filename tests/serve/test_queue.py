@@ -54,6 +54,7 @@ def test_a_full_queue_is_429_with_the_time_to_come_back(narrow: Server):
         {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 4},
     )
     assert streamed.status == 429
+    assert wire.metrics(narrow.url)['atom:admission_rejections_total{reason="max_num_queued_reqs"}'] == 2
     assert first.read_events()[-1] == "[DONE]"
     assert [wire.read_answer(each.file).status for each in waiting] == [200] * 3
     assert wire.ask(narrow.url, "POST", "/v1/completions", body).status == 200

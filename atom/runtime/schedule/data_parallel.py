@@ -69,6 +69,10 @@ class DataParallelScheduler:
         return len(self.waiting) + sum(group.num_waiting for group in self.groups)
 
     @property
+    def num_deferred(self) -> int:
+        return sum(group.num_deferred for group in self.groups)
+
+    @property
     def num_waiting_by_tenant(self) -> Counter[str]:
         return sum((group.num_waiting_by_tenant for group in self.groups), self.waiting.counts())
 

@@ -126,6 +126,7 @@ class Scheduler:
         self._suspects: dict[Sequence, None] = {}  # of a step that failed and cannot be run again: one is at fault
         self._max_suspects = self.num_slots  # in a step, which has no others
         self.is_paused = False  # none is admitted
+        self.num_deferred = 0  # waiting ones that the last step left out for something other than room
 
     @property
     def has_work(self) -> bool:
@@ -401,6 +402,7 @@ class Scheduler:
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens
+        self.num_deferred = len(passed)
         for sequence in reversed(passed):
             self.waiting.put_back(sequence)
 
@@ -432,6 +434,7 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
+            self.stats.num_cached_tokens += num_cached if sequence.parent is None else 0
             self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
         self._count_hits(sequence, num_cached, num_forked)
         return num_tokens
@@ -616,6 +619,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_planned = 0
         self.waiting.put_back(sequence)
         self.stats.num_preemptions += 1
+        sequence.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason

@@ -87,6 +87,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     num_accepted: int = 0  # tokens that were drafted
     prefill: float = 0.0  # seconds from its admission to its first token
     decode: float = 0.0  # seconds from there to its last
+    num_preemptions: int = 0
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):

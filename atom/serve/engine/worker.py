@@ -106,6 +106,7 @@ class Worker:
         if self._engine is None:
             return Beat(EngineStats(), self.progress.doing or "opening the model")
         stats = self._engine.stats()
+        stats.num_deferred += sum(message.params.n for message in list(self._compiling.values()))
         if line := self._drafts.describe(stats.scheduler):
             LOG.info(line)
         began = self._step_began
@@ -306,6 +307,7 @@ class Worker:
                 sequence.num_accepted,
                 first_token_at - admitted_at,
                 finished_at - first_token_at,
+                sequence.num_preemptions,
             )
         made = Output(output.request_id, output.index, output.text, output.token_ids, output.logprobs or None, finish)
         if sequence.pooling is not None:  # the token after the prompt is not shown

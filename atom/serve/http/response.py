@@ -302,6 +302,7 @@ class Responder(ABC):
                 stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
             except QueueFullError as error:
                 tenant.refuse(error.limit)
+                context.metrics.count_rejection()
                 raise
             tenant.accept()
             left.callback(engines.abort, stream)

@@ -12,6 +12,7 @@ may have two apps.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from atom.runtime.metrics import STEP_TOKENS
 from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
@@ -38,6 +40,8 @@ TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5
 REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
            1920.0, 7680.0)  # fmt: skip
 ANSWERS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+QUEUE_FULL = "max_num_queued_reqs"  # vLLM's reason
 # ours next to them, for small models and fast GPUs
 FINE_TOKEN = (0.001, 0.0025, 0.005, 0.02, 0.03)
 FINE_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2)
@@ -47,7 +51,8 @@ VLLM_ENGINE = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prefix_cache_queries",
     "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos", "external_prefix_cache_queries", "external_prefix_cache_hits",
-    "cpu_cache_usage_perc",
+    "cpu_cache_usage_perc", "prompt_tokens_cached", "num_requests_waiting_by_reason", "iteration_tokens_total",
+    "cache_config_info", "lora_requests_info",
 }  # fmt: skip
 OLD_NAMES = {  # which older boards of vLLM ask for
     "inter_token_latency_seconds": "time_per_output_token_seconds",
@@ -88,6 +93,10 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
         "prompt tokens that it had",
         lambda engine: engine.client.stats.scheduler.num_prefix_hit_tokens,
     ),
+    "prompt_tokens_cached": (
+        "tokens of prompts that the prefix cache had when they were admitted",
+        lambda engine: engine.client.stats.scheduler.num_cached_tokens,
+    ),
     "external_prefix_cache_queries": (
         "of the prompt tokens looked up, those looked up in host memory",
         lambda engine: engine.client.stats.scheduler.num_host_queries,
@@ -127,7 +136,7 @@ class EngineCollector:
     """Collects the engines' state when the metrics are read."""
 
     def __init__(self, engines: Replicas) -> None:
-        self._engines, self._model = engines, engines.config.served_names[0]
+        self._engines, self._config, self._model = engines, engines.config, engines.config.served_names[0]
 
     def collect(self) -> Iterable[Metric]:
         for name, (about, value) in GAUGES.items():
@@ -135,6 +144,11 @@ class EngineCollector:
         for name, (about, value) in COUNTERS.items():
             yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
         yield self._accepted()
+        yield self._waiting()
+        yield self._step_tokens()
+        yield self._cache_config()
+        if self._config.serve.enable_lora:
+            yield self._adapters()
 
     def _labels(self, name: str) -> list[str]:
         return [*(["model_name"] if name in VLLM_ENGINE else []), *(["engine"] if len(self._engines) > 1 else [])]
@@ -150,6 +164,58 @@ class EngineCollector:
         for engine in self._engines:
             for position, count in enumerate(engine.client.stats.scheduler.accepted_per_pos):
                 family.add_metric([*self._values(labels, engine), str(position)], count)
+        return family
+
+    def _waiting(self) -> Metric:
+        labels = self._labels("num_requests_waiting_by_reason")
+        about = "sequences that are not admitted: for lack of capacity, or deferred until something else is there"
+        family = GaugeMetricFamily("atom:num_requests_waiting_by_reason", about, labels=[*labels, "reason"])
+        for engine in self._engines:
+            num_waiting = engine.client.num_waiting
+            num_deferred = min(engine.client.stats.num_deferred, num_waiting)
+            for reason, count in (("capacity", num_waiting - num_deferred), ("deferred", num_deferred)):
+                family.add_metric([*self._values(labels, engine), reason], count)
+        return family
+
+    def _step_tokens(self) -> Metric:
+        labels = self._labels("iteration_tokens_total")
+        about = "tokens of a step: of prompts that it computed, and generated"
+        family = HistogramMetricFamily("atom:iteration_tokens_total", about, labels=labels)
+        for engine in self._engines:
+            stats = engine.client.stats
+            names = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+            buckets = list(zip(names, map(float, accumulate(stats.step_sizes)), strict=True))
+            family.add_metric(self._values(labels, engine), buckets, stats.num_step_tokens)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """The labels of vLLM's CacheConfig that say something here, as Python writes their values."""
+        serve, labels = self._config.serve, self._labels("cache_config_info")
+        of_all = {
+            "block_size": serve.block_size,
+            "cache_dtype": serve.kv_cache_dtype,
+            "enable_prefix_caching": serve.enable_prefix_caching,
+            "gpu_memory_utilization": serve.gpu_memory_utilization,
+            "kv_cache_memory_bytes": serve.kv_cache_memory,
+            "num_gpu_blocks_override": serve.num_kvcache_blocks,
+        }
+        names = [*of_all, "num_gpu_blocks", "num_cpu_blocks"]
+        family = GaugeMetricFamily("atom:cache_config_info", "how the KV cache is set; 1", labels=[*labels, *names])
+        for engine in self._engines:
+            values = [*of_all.values(), engine.client.num_blocks, engine.client.stats.num_host_blocks]
+            family.add_metric([*self._values(labels, engine), *map(str, values)], 1)
+        return family
+
+    def _adapters(self) -> Metric:
+        labels = self._labels("lora_requests_info")
+        names = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        about = "adapters of requests that wait and that run; the time in seconds"
+        family = GaugeMetricFamily("atom:lora_requests_info", about, labels=[*labels, *names])
+        for engine in self._engines:
+            stats = engine.client.stats
+            adapters = map(",".join, (stats.waiting_adapters, stats.running_adapters))
+            values = [*self._values(labels, engine), str(self._config.serve.max_loras), *adapters]
+            family.add_metric(values, time.time())
         return family
 
     def _fill(self, family: Family, value: Callable[[Replica], float]) -> Family:
@@ -302,6 +368,11 @@ class Metrics:
         self.longest = histogram("request_max_num_generation_tokens", about, sizes)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a prompt's answers", sizes)
         self._num_answers = histogram("request_params_n", "answers asked for to a prompt", ANSWERS)
+        self._preemptions = histogram("request_num_preemptions", "times a sequence gave way to others", PREEMPTIONS)
+        about = "tokens of a sequence's prompt that were computed, not cached"
+        self._computed = histogram("request_prefill_kv_computed_tokens", about, sizes)
+        rejections = counter("admission_rejections", "requests that found the queue full", "reason")
+        self._rejections = rejections.labels(model, QUEUE_FULL)
         self._tenants: list[Tenant] = []
         if config.serve.http.vllm_metrics:
             self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
@@ -335,6 +406,12 @@ class Metrics:
         self._inference.observe(finish.prefill + finish.decode)
         self._prompt_size.observe(num_prompt)
         self._output_size.observe(finish.num_output)
+        self._preemptions.observe(finish.num_preemptions)
+        self._computed.observe(num_prompt - finish.num_cached)
+
+    def count_rejection(self) -> None:
+        """Count a request that found the queue full."""
+        self._rejections.inc()
 
     def count_ends(self, reason: str, num_sequences: int = 1) -> None:
         self._requests.labels(self._model, reason).inc(num_sequences)

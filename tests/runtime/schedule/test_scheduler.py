@@ -311,8 +311,11 @@ def test_siblings_wait_for_the_prompt_and_share_its_full_blocks() -> None:
     other = make("d", 2, max_tokens=20)
     add(scheduler, parent, *children, other)
     assert step(scheduler) == [("a", 0, 6, False)]
+    assert (scheduler.num_waiting, scheduler.num_deferred) == (3, 0), "the step has no room for any"
     assert step(scheduler) == [("a", 6, 4, True), ("d", 0, 2, True)]
+    assert (scheduler.num_waiting, scheduler.num_deferred) == (2, 2)
     assert step(scheduler) == [("a", 10, 1, True), ("d", 2, 1, True), ("b", 8, 2, True), ("c", 8, 2, True)]
+    assert scheduler.num_deferred == 0
     assert children[0].blocks["full"][:2] == children[1].blocks["full"][:2] == parent.blocks["full"][:2]
     assert scheduler.stats.num_forked_tokens == 16
     scheduler.abort("a")

@@ -349,6 +349,8 @@ class World:
         cache = self.scheduler.cache
         assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"
+        assert self.stats.num_preemptions == sum(each.num_preemptions for each in self.sequences)
+        assert self.stats.num_cached_tokens == sum(each.num_cached for each in self.sequences if each.parent is None)
         for each in self.sequences:
             expected = by_itself(each, self.scheduler.limits.max_model_len)
             if each.finish_reason in ("abort", "error"):

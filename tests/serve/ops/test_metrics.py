@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import serving
 import wire
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, Start
+from vllm_sources import tree
 
 from atom.config.load import load
+from atom.runtime.metrics import EngineStats
 from atom.serve.auth.tenants import Tenant
 from atom.serve.engine.replicas import Replicas
 from atom.serve.ops.metrics import Histogram, Metrics
@@ -60,6 +64,10 @@ def test_counts_after_known_requests_are_exact(counted: Server):
             "atom:request_params_n_sum": 7,
             "atom:request_params_n_count": 4,
             "atom:request_params_max_tokens_sum": 24,
+            "atom:request_num_preemptions_count": 7,
+            'atom:request_num_preemptions_bucket{le="1.0"}': 7,
+            "atom:request_num_preemptions_sum": 0,
+            "atom:request_prefill_kv_computed_tokens_sum": 28,
             'atom:e2e_request_latency_seconds_bucket{le="+Inf"}': 7,
             "atom:num_requests_running": 0,
             "atom:num_requests_waiting": 0,
@@ -80,6 +88,8 @@ def test_gauges_follow_what_runs(start_server: Start):
     wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_running"] == 2)
     wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_waiting"] == 3)
     metrics = wire.metrics(server.url)
+    assert metrics['atom:num_requests_waiting_by_reason{reason="capacity"}'] == 3
+    assert metrics['atom:num_requests_waiting_by_reason{reason="deferred"}'] == 0
     assert metrics["atom:kv_cache_blocks"] == 100_000  # as the stub has
     assert metrics["atom:kv_cache_blocks_used"] >= 2 * 3
     assert metrics["atom:kv_cache_usage_perc"] == metrics["atom:kv_cache_blocks_used"] / 100_000
@@ -102,6 +112,12 @@ def test_names_and_types_are_in_vllms_style(counted: Server):
         "atom:prefix_cache_hits_total": "counter",
         "atom:external_prefix_cache_hits_total": "counter",
         "atom:cpu_cache_usage_perc": "gauge",
+        "atom:cache_config_info": "gauge",
+        "atom:num_requests_waiting_by_reason": "gauge",
+        "atom:iteration_tokens_total": "histogram",
+        "atom:request_num_preemptions": "histogram",
+        "atom:admission_rejections_total": "counter",
+        "atom:prompt_tokens_cached_total": "counter",
         "atom:prompt_tokens_total": "counter",
         "atom:generation_tokens_total": "counter",
         "atom:request_success_total": "counter",
@@ -210,6 +226,91 @@ def test_every_metric_is_in_the_docs():
     page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
     assert len(names) > 25
     assert {name for name in names if f"`{name}" not in page} == set()
+
+
+def kinds(file: str) -> dict[str, str]:
+    """vLLM's metrics by name, with their kinds."""
+    found: dict[str, str] = {}
+    for node in (each for each in ast.walk(tree(file)) if isinstance(each, ast.Call)):
+        given = {each.arg: each.value for each in node.keywords}
+        kind = re.match(r"self\._(gauge|counter|histogram)_cls", ast.unparse(node.func))
+        if kind and isinstance(name := given.get("name"), ast.Constant):
+            found[str(name.value).removeprefix("vllm:")] = kind[1]
+    return found | {"cache_config_info": "gauge"}  # whose name is in a variable
+
+
+LOGGERS = "v1/metrics/loggers.py"
+
+
+def test_each_metric_of_vllm_is_there_as_its_kind_or_named_as_missing():
+    """Of its loggers, without what only some extensions have."""
+    page = (Path(__file__).parents[3] / "docs/from-vllm.md").read_text()
+    page = page[page.index("\n## Metrics") :]
+    text = Metrics(Replicas(load(["serve.http.vllm_metrics=true", "serve.enable_lora=true"]))).render(Tenant()).decode()
+    types = dict(re.findall(r"^# TYPE vllm:(\w+?)(?:_total)? (\w+)$", text, re.MULTILINE))
+    types["iteration_tokens_total"] = types.pop("iteration_tokens")
+    theirs = kinds(LOGGERS)
+    assert len(theirs) > 40 and len(types) > 30
+    lacking = {name for name in theirs if name not in types}
+    assert {name for name in lacking if f"`vllm:{name}`" not in page and "kv_block_" not in name
+            and "mm_cache_" not in name} == set()  # fmt: skip
+    assert {name for name in types if f"`vllm:{name}`," in page} & lacking == set(), "what is there is not missing"
+    assert all(theirs[name] == kind for name, kind in types.items() if name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("iteration_tokens_total", "ITERATION_TOKENS_BUCKETS"),
+        ("request_num_preemptions", "REQUEST_NUM_PREEMPTIONS_BUCKETS"),
+    ],
+)
+def test_buckets_of_counts_are_vllms(name: str, bounds: str, doubled: Server):
+    (values,) = (
+        ast.literal_eval(node.value)
+        for node in tree("v1/metrics/buckets.py").body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == bounds and node.value is not None
+    )
+    found = [labels["le"] for labels, _ in samples(doubled, "vllm:")[f"{name}_bucket"]]
+    assert found == [*map(str, map(float, values)), "+Inf"]
+
+
+def test_the_labels_of_one_metric_are_vllms_too(doubled: Server):
+    found = samples(doubled, "vllm:")
+    assert {labels["reason"] for labels, _ in found["num_requests_waiting_by_reason"]} == {"capacity", "deferred"}
+    assert {labels["reason"] for labels, _ in found["admission_rejections_total"]} == {"max_num_queued_reqs"}
+    ((labels, value),) = found["cache_config_info"]
+    fields = {
+        each.target.id
+        for node in tree("config/cache.py").body
+        if isinstance(node, ast.ClassDef) and node.name == "CacheConfig"
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assert labels.keys() - {"model_name", "engine"} <= fields and value == 1
+    assert labels["block_size"] == "16" and int(labels["num_gpu_blocks"]) == 100_000
+    config = Replicas(load(["serve.enable_lora=true", "serve.max_loras=3"]))
+    config[0].client.stats = EngineStats(running_adapters=["a", "b"], waiting_adapters=["b"])
+    text = Metrics(config).render(Tenant()).decode()
+    (line,) = re.findall(r"^atom:lora_requests_info\{(.*)\} (.*)$", text, re.MULTILINE)
+    given = dict(re.findall(r'(\w+)="([^"]*)"', line[0]))
+    words = {each.value for each in ast.walk(tree(LOGGERS)) if isinstance(each, ast.Constant)}
+    assert (
+        given.keys() == {"model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        and given.keys() <= words
+    )
+    assert (given["running_lora_adapters"], given["waiting_lora_adapters"], given["max_lora"]) == ("a,b", "b", "3")
+    assert float(line[1]) == pytest.approx(time.time(), abs=60)
+
+
+def test_what_waits_for_something_else_is_no_more_than_what_waits():
+    replicas = Replicas(load([]))
+    replicas[0].client.stats = EngineStats(num_deferred=3)
+    for waiting, expected in ({"a": 5}, (2.0, 3.0)), ({"a": 2}, (0.0, 2.0)):
+        replicas[0].client._num_waiting = waiting
+        text = Metrics(replicas).render(Tenant()).decode()
+        found = re.findall(r"^atom:num_requests_waiting_by_reason\{.*\} (.*)$", text, re.MULTILINE)
+        assert tuple(map(float, found)) == expected
 
 
 def test_labels_do_not_grow_with_what_clients_invent(counted: Server):

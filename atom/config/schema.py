@@ -846,6 +846,7 @@ class SamplingConfig(SamplingParams):
     # OmegaConf cannot fill an optional dict, so here these have no type
     logit_bias: Any = None
     structured_outputs: Any = None
+    repetition_detection: Any = None
     max_tokens: int | None = number(None, 1, INT32)  # type: ignore[assignment]  # null: 64; of a chat served: all that fit
     defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json if none is given
 

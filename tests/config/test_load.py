@@ -1675,6 +1675,12 @@ def test_the_profiler_is_set_by_the_environment_where_no_override_does(monkeypat
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
         ("repetition_penalty", [0.1, 2], [0, -1]),
         ("logit_bias", [{5: 100, 6: -100}, {}, None], [{5: 101}, {-1: 1}, {"5": 1}, {5: math.nan}, [1], {5: "x"}]),
+        ("thinking_token_budget", [0, 5, None], [-2, 1.5, True]),
+        (
+            "repetition_detection",
+            [{"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 2}, None],
+            [{"max_pattern_size": 4}, {"size": 4}, 4, {"max_pattern_size": "x"}],
+        ),
         ("include_stop_str_in_output", [True], [1, None]),
         ("skip_special_tokens", [False], [0, None]),
         ("visible_tokens", [["<|python_tag|>"], [], None], [[""], [1], "x"]),
@@ -1715,6 +1721,17 @@ def test_a_sampling_value_is_checked(name: str, good: list[Any], bad: list[Any])
             SamplingParams(**{name: value})
         assert isinstance(error.value, ValueError)
         assert "\n" not in str(error.value)
+
+
+def test_limits_of_thinking_and_repetition_are_read_from_the_configuration():
+    sampling = load(
+        ["sampling.repetition_detection={max_pattern_size: 4, min_count: 3}", "sampling.thinking_token_budget=7"]
+    ).sampling
+    found = {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}
+    assert (sampling.repetition_detection, sampling.values()["repetition_detection"]) == (found, found)
+    assert SamplingParams(**sampling.values()).thinking_token_budget == 7
+    with pytest.raises(RequestError, match="repetition_detection: there is no 'size'"):
+        load(["sampling.repetition_detection={size: 4}"])
 
 
 def test_sampling_values_are_normal():

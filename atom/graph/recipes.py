@@ -9,6 +9,7 @@
     cat([W(…), W(…)])                                           tensors joined
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
+    slices(W("…q_proj.weight", …), 0, 256, 512, 16)             rows 0 to 255, 512 to 767, …, 16 ranges joined: a cat
     shift(W("…norm.weight", …), 1.0)                            a tensor with a number added to each element
     apply(W("…lambda_1", …), "abs", factor=2.5)                 and one with a function of each element times a number
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
@@ -21,10 +22,11 @@ from torch.fx import Node
 from atom.errors import ConfigError, PassError
 from atom.graph.graph import Graph, Program, call_of, results_of
 from atom.graph.ops import OPS
-from atom.graph.recipes import TEXT_NAMES, Recipe, State, W
-from atom.graph.types import BATCH, BITS, BatchType, Type
+from atom.graph.recipes import TEXT_NAMES, Cat, Recipe, Slice, State, W
+from atom.graph.types import BATCH, BITS, BatchType, Type, need
 
 NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
+MIN_SLICES = 3  # of a tensor, equally far apart, that are joined and written as one
 
 
 def show(graph: Graph) -> str:
@@ -65,6 +67,10 @@ def _show_value(value: Any) -> str:
 def _show_leaf(leaf: Any) -> str:
     if isinstance(leaf, W) and leaf.type.fmt is not None:
         return f"W({_show_value(leaf.name)}, {leaf.type.plain}, fmt={_show_value(leaf.type.fmt)})"
+    if isinstance(leaf, Cat) and (every := _distance_of_slices(leaf)) is not None:
+        first, last = leaf.parts[0], f", dim={leaf.dim}" if leaf.dim else ""
+        assert isinstance(first, Slice)
+        return f"slices({_show_value(first.part)}, {first.start}, {first.stop}, {every}, {len(leaf.parts)}{last})"
     shown = []
     for field in dataclasses.fields(leaf):
         value = getattr(leaf, field.name)
@@ -73,6 +79,37 @@ def _show_leaf(leaf: Any) -> str:
         elif value != field.default:
             shown.append(f"{field.name}={_show_value(value)}")
     return f"{NAMES[type(leaf)]}({', '.join(shown)})"
+
+
+def _distance_of_slices(joined: Cat) -> int | None:
+    """From the start of a slice to the next one's, if what is joined are equal ranges of one tensor; else None."""
+    first, *rest = joined.parts
+    if len(rest) + 1 < MIN_SLICES or not isinstance(first, Slice):
+        return None
+    every = rest[0].start - first.start if isinstance(rest[0], Slice) else 0
+    is_equal = first.step == 1 and first.dim == joined.dim and _slices_of(first, every, len(joined.parts)) == joined
+    return every if is_equal else None
+
+
+def _slices_of(first: Slice, every: int, count: int) -> Cat | None:
+    """So many slices with this distance, joined; None if they do not lie one after another within the tensor."""
+    if not isinstance(every, int) or not first.stop - first.start <= every:
+        return None
+    if first.stop + (count - 1) * every > int(first.part.type.shape[first.dim]):
+        return None
+    starts = range(0, count * every, every)
+    moved = (dataclasses.replace(first, start=first.start + each, stop=first.stop + each) for each in starts)
+    return Cat(tuple(moved), first.dim)
+
+
+def _slices(part: Recipe, start: int, stop: int, every: int, count: int, dim: int = 0) -> Cat:
+    """Rows start to stop of a tensor, joined with those that lie `every` further, and so on, `count` ranges in all."""
+    for name, value in (("every", every), ("count", count)):
+        need(type(value) is int and value > 0, f"slices: {name}={value!r} is no whole number from 1")
+    made = _slices_of(Slice(part, start, stop, dim), every, count)
+    need(made is not None, f"slices: {count} ranges {start} to {stop}, {every} apart, are not within {part.type}")
+    assert made is not None
+    return made
 
 
 def parse(text: str, source: str = "graph") -> Graph:
@@ -94,6 +131,9 @@ def parse(text: str, source: str = "graph") -> Graph:
 def _stored(name: str, type: Type, fmt: str | None = None) -> W:
     """A leaf as it is written, with the format after the type."""
     return W(name, type if fmt is None or not isinstance(type, Type) else dataclasses.replace(type, fmt=fmt))
+
+
+MAKERS: dict[str, Callable[..., Any]] = TEXT_NAMES | {"W": _stored, "slices": _slices}
 
 
 class _Parser:
@@ -192,11 +232,11 @@ class _Parser:
                 return self.type(node) if isinstance(node, ast.Subscript) else self.name(node)
             case ast.List(elts=elements):
                 return tuple(self.value(element) for element in elements)
-            case ast.Call(func=ast.Name(id=name)) if name in TEXT_NAMES:
+            case ast.Call(func=ast.Name(id=name)) if name in MAKERS:
                 args = [self.value(arg) for arg in node.args]
                 kwargs = {str(keyword.arg): self.value(keyword.value) for keyword in node.keywords}
                 try:
-                    leaf = (_stored if name == "W" else TEXT_NAMES[name])(*args, **kwargs)
+                    leaf = MAKERS[name](*args, **kwargs)
                     assert isinstance(leaf.type, Type), "a recipe has the type of one tensor"
                 except (TypeError, ValueError) as error:
                     raise self.fail(node, str(error)) from None

@@ -25,7 +25,7 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     down_partial = torch.linear(m, shuffle(share(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "tensor", 2, dim=1), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     down = gloo.all_reduce(down_partial, axis="tensor")    # bf16[T, 48]
     h_2, x_2 = torch.add_rms_norm(x_1, down, shift(W("model.layers.1.input_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    qkv_1 = cpp.linear(h_2, shuffle(cat([share(cat([slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 0, 16), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 32, 48), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 64, 80), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 96, 112)]), "tensor", 2), share(W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), "tensor", 2), share(W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48]), "tensor", 2)]), "blocks"))    # bf16[T, 64]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([share(slices(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 0, 16, 32, 4), "tensor", 2), share(W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), "tensor", 2), share(W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48]), "tensor", 2)]), "blocks"))    # bf16[T, 64]
     q_2, k_2, v_2 = reference.split(qkv_1, sizes=[32, 16, 16])    # bf16[T, 32], bf16[T, 16], bf16[T, 16]
     q_3 = reference.split_heads(q_2, heads=2)    # bf16[T, 2, 16]
     k_3 = reference.split_heads(k_2, heads=1)    # bf16[T, 1, 16]
@@ -35,7 +35,7 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     return x_2, h_2, a_1
 
 def head(x_2: bf16[R, 48], h_2: bf16[R, 48], a_1: bf16[R, 2, 16]):
-    q_gate = torch.linear(h_2, shuffle(share(cat([slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 16, 32), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 48, 64), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 80, 96), slice(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 112, 128)]), "tensor", 2), "onednn"))    # bf16[R, 32]; cpp: 32 rows are no block
+    q_gate = torch.linear(h_2, shuffle(share(slices(W("model.layers.1.self_attn.q_proj.weight", bf16[128, 48]), 16, 32, 32, 4), "tensor", 2), "onednn"))    # bf16[R, 32]; cpp: 32 rows are no block
     a_2 = reference.merge_heads(a_1)    # bf16[R, 32]
     gate_1 = reference.activate(q_gate, kind="sigmoid")    # bf16[R, 32]
     a_3 = reference.mul(a_2, gate_1)    # bf16[R, 32]

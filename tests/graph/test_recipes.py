@@ -75,10 +75,25 @@ def evaluate(recipe: Recipe, checkpoint: Memory) -> Tensor:
 # the text
 
 
+def equal_slices(
+    start: int, stop: int, every: int, count: int, *, dim: int = 0, rows: int = 9, columns: int = 8
+) -> Cat:
+    whole = stored("qkv", rows, columns)
+    return Cat(tuple(Slice(whole, start + n * every, stop + n * every, dim) for n in range(count)), dim)
+
+
 RECIPES: list[tuple[Recipe, str]] = [
     (Stack(stored("e.{expert}.up", 6, 8), 2, 5), 'stack(W("e.{expert}.up", fp32[6, 8]), 2, 5)'),
     (Slice(stored("qkv", 9, 8), 3, 6), 'slice(W("qkv", fp32[9, 8]), 3, 6)'),
     (Slice(stored("up", 6, 16), 1, 16, 1, 2), 'slice(W("up", fp32[6, 16]), 1, 16, dim=1, step=2)'),
+    (equal_slices(1, 2, 3, 3), 'slices(W("qkv", fp32[9, 8]), 1, 2, 3, 3)'),
+    (equal_slices(0, 2, 2, 4), 'slices(W("qkv", fp32[9, 8]), 0, 2, 2, 4)'),
+    (equal_slices(2, 4, 3, 4, dim=1, rows=6, columns=13), 'slices(W("qkv", fp32[6, 13]), 2, 4, 3, 4, dim=1)'),
+    (equal_slices(0, 1, 4, 2), 'cat([slice(W("qkv", fp32[9, 8]), 0, 1), slice(W("qkv", fp32[9, 8]), 4, 5)])'),
+    (
+        Cat((*equal_slices(0, 1, 2, 2).parts, Slice(stored("qkv", 9, 8), 5, 6))),
+        "cat([" + ", ".join(f'slice(W("qkv", fp32[9, 8]), {n}, {n + 1})' for n in (0, 2, 5)) + "])",
+    ),
     (Transpose(stored("up", 8, 6)), 'transpose(W("up", fp32[8, 6]))'),
     (Shift(stored("up", 6, 8), 1.5), 'shift(W("up", fp32[6, 8]), 1.5)'),
     (Apply(stored("up", 6, 8), "abs", 1.5), 'apply(W("up", fp32[6, 8]), "abs", factor=1.5)'),

@@ -193,6 +193,8 @@ class SchedulingState:
     blocks: dict[str, list[int]] = field(default_factory=dict)  # state kind -> block numbers, in order; 0 is no block
     num_released: dict[str, int] = field(default_factory=dict)  # state kind -> the first blocks, which it has released
     num_matched: int = 0  # tokens of which others had the KV when it was admitted, but not the recurrent state
+    parting: int = 0  # tokens after which waiting sequences part from it: its recurrent state is kept there
+    awaits: tuple[Sequence, int] | None = None  # while it waits: who computes its prefix, and up to which token
     drafts: list[int] = field(default_factory=list)  # after the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
     num_preemptions: int = 0
@@ -315,6 +317,7 @@ class Plan:
     rows: list[ScheduledRequest]
     num_decodes: int
     copies: BlockCopies | None = None  # that run during it; they are made once, even if the step fails
+    is_chained: bool = False  # a row reads KV that another one of the step writes: all rows run in it, or none
 
     @property
     def num_tokens(self) -> int:

@@ -334,6 +334,31 @@ def test_only_the_sequence_that_fails_ends():
     assert engine.stats().finish_reasons == {"eos": 4, "error": 1}
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_those_that_share_a_step_s_prefix_go_on_without_the_one_that_fails(place: int):
+    bad, written = f"{'abc'[place]}-0", set[int]()
+
+    def fail(plan: Plan) -> None:
+        """A row finds the blocks before it written by steps that took place, or by this one."""
+        if any(row.sequence.id == bad for row in plan.rows):
+            raise ValueError("its logits are nan")
+        for row in plan.rows:
+            written.update(row.sequence.blocks["full"][row.start // 4 : -(-(row.start + row.num_tokens) // 4)])
+        for row in plan.rows:
+            assert {*row.sequence.blocks["full"][: row.start // 4]} <= written
+
+    runner = Script({id: f"{id} says" for id in "abc"}, fail)
+    engine = make_engine(runner, prefix=True)
+    for id in "abc":
+        submit(engine, id, prompt="what all of them begin with: " + id)
+    ended = finish(engine)
+    assert {id: each.finish_reason for id, each in ended.items() if id != bad} == {
+        f"{id}-0": "eos" for id in "abc" if f"{id}-0" != bad
+    }
+    assert ended[bad].error == "ValueError: its logits are nan"
+    assert runner.plans[0] == ["a-0", "b-0", "c-0"]
+
+
 def test_siblings_and_prompts_of_a_sequence_that_fails_go_on():
     engine = make_engine(Script({"a": "abc", "b": "def"}, failing("a-0", "a-2")), max_num_batched_tokens=8)
     submit(engine, "a", prompt="a prompt", n=3)

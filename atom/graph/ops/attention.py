@@ -247,6 +247,8 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
                     chunked: bool = False) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.
 
+    Rows of several tokens may list blocks that other rows of the batch write, so all entries are written before.
+
     q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N], k_scale and v_scale fp32[1], which
     multiply entries in fp8, slopes fp32[N] -> [T, N, D]
     """

@@ -135,6 +135,8 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
                         k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
     """Latent attention of a batch's sequences over the blocks that their rows of the table list.
 
+    Rows of several tokens may list blocks that other rows of the batch write, so all entries are written before.
+
     q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, E], k_scale fp32[1], which
     multiplies latents in fp8 -> [T, N, U]
     """

@@ -35,6 +35,7 @@ class BlockPool:
         self.blank = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.host = host
+        self.unwritten: set[int] = set()  # published ones that the step which is planned will write
         self.saves: list[tuple[int, int]] = []  # of the next plan: blocks, and the host's to save them to
         self.is_overwritten = False  # one of these blocks is taken already
         self._prefixes = prefixes
@@ -92,6 +93,11 @@ class BlockPool:
         self.prefix[block] = prefix
         prefix.blocks[self.name] = block
 
+    def unpublish(self, block: int) -> None:
+        """Drop the prefix of a block that was published before the step that writes it, which did not take place."""
+        self.unwritten.remove(block)
+        self.drop(block)
+
     def drain_saves(self, max_ahead: int) -> list[tuple[int, int]]:
         """Return the saves for the next plan, and forget them here.
 
@@ -106,9 +112,14 @@ class BlockPool:
         saves, self.saves, self.is_overwritten = self.saves, [], False
         return saves
 
-    def has(self, prefix: Prefix, on_host: bool) -> bool:
-        """Whether the pool, or the host with `on_host`, holds the prefix's last tokens."""
-        return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
+    def has(self, prefix: Prefix, on_host: bool, is_written: bool) -> bool:
+        """Whether the pool, or the host with `on_host`, holds the prefix's last tokens.
+
+        is_written: blocks that the step being planned will write do not count
+        """
+        if (block := prefix.blocks.get(self.name)) is not None:
+            return not (is_written and block in self.unwritten)
+        return on_host and self.host is not None and self.host.name in prefix.blocks
 
     def _evict(self, block: int, to_load: bool) -> None:
         """Save the content of a cached block that is taken."""

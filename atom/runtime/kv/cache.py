@@ -15,6 +15,17 @@ of recurrent state, which is in the sequence's slot, a copy of it after these po
 rows to such blocks, where `chunk_end` and `allocate` want them, and a sequence that begins with a cached prefix has its
 state copied to its slot.
 
+A prompt's blocks are prefixes for others as soon as a step that computes them is planned:
+
+    cache.begin_plan()                                      # what earlier plans compute is there for this one
+    cache.publish_planned(sequence, 40)                     # before the step runs
+    lost = cache.retract(sequence, 0)                       # if it did not take place: who reads these begins again
+
+In each layer a step writes the entries of all its tokens before a prompt's queries read any. So a sequence may begin
+after blocks that the same step writes (`shares_step`), with two exceptions. Copies of recurrent state come at the end
+of a step. And for a row of one token, a decode, a GPU fetches older entries while the kernel that writes is running:
+such a hit is a block shorter.
+
 A pool may be backed by another one in host memory. What its cached blocks hold is copied there before they are reused,
 be it an evicted prefix, a preempted sequence or an idle conversation. A prefix that only the host holds gets blocks
 again and is copied back. These copies go with the plan of a step:
@@ -35,7 +46,7 @@ from typing import NamedTuple
 
 from atom.runtime.kv.block_pool import BlockPool, HostPool
 from atom.runtime.kv.files import Fetch, KVFiles, chain, digest_of
-from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
+from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, count_common, pack
 from atom.runtime.types import BlockCopies, Sequence, StateKind, SwapCosts
 
 SAVED_BYTES = 64 << 20  # max bytes that are saved during a step, which takes longer than these copies
@@ -97,6 +108,8 @@ class KVCache:
         self._recurrent = [pool for pool in self.pools if pool.kind.rule.in_slot]
         self._releasing = [pool for pool in self.pools if not pool.kind.rule.keeps_all]
         self._interval = -(-state_interval // block_size) * block_size
+        self.may_chain = True  # a row of the step that is planned may read what another one writes
+        self.is_chained = False  # and does so
         # the copy of its state that it published last, and of which prefix, in its answer
         self._last: dict[tuple[Sequence, BlockPool], tuple[int, Prefix]] = {}
         self._salt = salt
@@ -122,6 +135,70 @@ class KVCache:
         counts = ((pool.num_blocks - 1 - len(pool.blank), pool.num_blocks - 1) for pool in pools)
         return max(counts, default=(0, 0), key=lambda count: count[0])
 
+    @property
+    def shares_step(self) -> bool:
+        """Whether a sequence may begin after blocks that the step which is planned writes."""
+        return self.may_chain and not self._recurrent
+
+    def begin_plan(self) -> None:
+        """Begin to plan a step: those planned before it will have run, or were retracted."""
+        for pool in self.pools:
+            pool.unwritten.clear()
+        self.is_chained = False
+
+    def publish_planned(self, sequence: Sequence, end: int) -> None:
+        """Publish the blocks of the sequence's prompt that it fills in a step planned up to `end`, before it runs."""
+        if self.enable_prefix_caching:
+            self._publish(sequence, min(end, len(sequence.prompt)), begin_of(sequence) // self.block_size)
+
+    def retract(self, sequence: Sequence, start: int) -> set[tuple[str, int]]:
+        """Take back what was published of a step from `start` on that did not take place; these blocks, by kind."""
+        first, lost = start // self.block_size, set()
+        prefix, num_published = self._published.get(sequence, (None, 0))
+        if num_published > first:
+            for _ in range(first, num_published):
+                assert prefix, "what is published follows the root"
+                prefix = prefix.parent
+            assert prefix, "what is published follows the root"
+            self._set_published(sequence, prefix, first)
+        for pool in self.pools:
+            for block in pool.unwritten.intersection(sequence.blocks.get(pool.name, [])[first:]):
+                pool.unpublish(block)
+                lost.add((pool.name, block))
+        return lost
+
+    def reads(self, sequence: Sequence, blocks: set[tuple[str, int]]) -> bool:
+        """Whether the sequence begins after one of these blocks, by kind."""
+        num_before = begin_of(sequence) // self.block_size
+        return any((kind, block) in blocks for kind, table in sequence.blocks.items() for block in table[:num_before])
+
+    def count_shared(self, maker: Sequence, sequence: Sequence) -> int:
+        """The tokens of a prompt's blocks, made by another sequence, after which this one can begin; 0: no block."""
+        size = self.block_size
+        if maker.salt != sequence.salt or maker.prompt[:size] != sequence.prompt[:size]:
+            return 0
+        num_common = count_common(maker.prompt, sequence.prompt)
+        return min(num_common, sequence.num_tokens - 1) // size * size
+
+    def find_kept(self, maker: Sequence, num_shared: int, num_planned: int) -> int:
+        """After how many of a prompt's first `num_shared` tokens others can begin, once its steps have come so far.
+
+        Its recurrent state is copied only where a step ends: after so many tokens, if no step has passed them.
+
+        num_planned: tokens of the prompt in the step that is planned and earlier ones
+        """
+        if not self._recurrent:
+            return num_shared
+        if num_shared > num_planned >= maker.parting:
+            maker.parting = num_shared
+        ends = (num_planned // self.block_size * self.block_size, *self._stops(maker))
+        return max((end for end in ends if end <= num_shared), default=0)
+
+    @property
+    def wants_parting(self) -> bool:
+        """Whether a prompt should stop where others part from it, since its state is kept only where a step ends."""
+        return self.enable_prefix_caching and bool(self._recurrent)
+
     def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
         """Whether a sequence fits now and leaves `spare` blocks. num_shared: of its tokens, those in shared blocks"""
         needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self._paged)
@@ -146,6 +223,7 @@ class KVCache:
         if path:
             tables = {pool.name: [prefix.blocks.get(pool.name, 0) for prefix in path] for pool in self.pools}
             self._share(sequence, len(path), tables)
+            self.is_chained |= self._reads_step(path)
             if num_shared < len(path):
                 self._load(sequence, path)
         if num_shared:
@@ -344,7 +422,8 @@ class KVCache:
         """Where the sequence's state is wanted: after its last full block, and where it parts from other sequences."""
         if not self.enable_prefix_caching and sequence.params.n == 1:
             return ()
-        return (sequence.num_tokens - 1) // self.block_size * self.block_size, sequence.num_matched
+        last = (sequence.num_tokens - 1) // self.block_size * self.block_size
+        return last, sequence.num_matched, sequence.parting
 
     def _kept_at(self, sequence: Sequence, end: int) -> set[int]:
         """The positions, up to its end, after which a step keeps the sequence's state.
@@ -362,7 +441,7 @@ class KVCache:
     def commit(self, sequence: Sequence) -> None:
         """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""
         if self.enable_prefix_caching:
-            self._publish(sequence)
+            self._publish(sequence, sequence.num_computed)
         for pool in self._releasing:
             query = sequence.num_computed
             if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
@@ -403,14 +482,20 @@ class KVCache:
         if not self.enable_prefix_caching:
             return []
         _, path = self._find_path(sequence)
-        num_hit = self._count_hit(path, on_host=False)
+        num_hit, on_host = self._count_hit(path, on_host=False), False
         if self._recurrent:
             sequence.num_matched = self._count_hit(path, on_host=False, pools=self._paged) * self.block_size
         if self.host_pools:
             num_found = self._count_hit(path, on_host=True)
             if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
-                num_hit = num_found
+                num_hit, on_host = num_found, True
+        if num_hit * self.block_size == sequence.num_tokens - 1 and self._reads_step(path[:num_hit]):
+            num_hit = self._count_hit(path[: num_hit - 1], on_host)
         return path[:num_hit]
+
+    def _reads_step(self, path: list[Prefix]) -> bool:
+        """Whether a block of a path is one that the step which is planned writes."""
+        return any(prefix.blocks.get(pool.name) in pool.unwritten for pool in self.pools for prefix in path)
 
     def _find_path(self, sequence: Sequence) -> tuple[bytes, list[Prefix]]:
         """The sequence's tokens in whole blocks, less than all; and their prefixes of which something is cached."""
@@ -434,7 +519,7 @@ class KVCache:
         num_hit = 0
         for index, prefix in enumerate(path):
             for pool in since:
-                if not pool.has(prefix, on_host):
+                if not pool.has(prefix, on_host, not self.may_chain or pool.kind.rule.in_slot):
                     since[pool] = index + 1
             query = (index + 1) * self.block_size
             if all(pool.kind.is_usable(first, query) for pool, first in since.items()):
@@ -500,9 +585,13 @@ class KVCache:
             for _, copy in pairs:
                 self.host_pools[kind].release(copy)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, num_tokens: int, first_unwritten: int | None = None) -> None:
+        """Publish the blocks that a sequence's tokens fill.
+
+        first_unwritten: the number of the first that the step being planned writes; None: it writes none
+        """
         prefix, index = self._published.get(sequence, (None, 0))
-        num_full = sequence.num_computed // self.block_size
+        num_full = num_tokens // self.block_size
         if index >= num_full:
             return
         prefix = prefix or self.prefixes.extend(None, self._salt + sequence.salt)
@@ -517,6 +606,8 @@ class KVCache:
                 block = sequence.blocks[pool.name][index]
                 if block and pool.name not in child.blocks:
                     pool.publish(block, child)
+                    if first_unwritten is not None and index >= first_unwritten:
+                        pool.unwritten.add(block)
                     if pool.kind.rule.in_slot and (index + 1) * self.block_size > len(sequence.prompt):
                         self._discard_last(sequence, pool)
                         self._last[sequence, pool] = block, child

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from xxhash import xxh64_intdigest
 
@@ -26,6 +27,18 @@ def pack(tokens: Iterable[int]) -> bytes:
 
 
 TOKEN_BYTES = len(pack([0]))
+
+
+def count_common(first: SequenceOf[int], second: SequenceOf[int]) -> int:
+    """The number of tokens with which both begin."""
+    start, stop = 0, min(len(first), len(second))
+    while start < stop:
+        middle = (start + stop + 1) // 2
+        if first[start:middle] == second[start:middle]:
+            start = middle
+        else:
+            stop = middle - 1
+    return start
 
 
 def chain_hash(parent: int, content: bytes) -> int:

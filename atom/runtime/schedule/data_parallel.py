@@ -7,14 +7,15 @@
     ended = scheduler.commit(plan, pending.wait(), finish)
 
 A sequence waits for all groups at once. It is placed when a group has room: in the group with the fewest tokens to
-compute, its own that are not in the group's prefix cache and those of the group's sequences, or with its parent. It
-stays there.
+compute, its own that the group has neither cached nor computes for another one, and those of the group's sequences, or
+with its parent. It stays there.
 
 The steps of all groups have one shape, that of the largest, since their ranks meet in collectives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, MutableMapping
 
@@ -122,7 +123,7 @@ class DataParallelScheduler:
         others = [row for plan in plans for row in plan.rows[plan.num_decodes :]]
         copies = [plan.copies or BlockCopies() for plan in plans]
         first = replace(copies[0], others=copies[1:]) if any(plan.copies for plan in plans) else None
-        return Plan(decodes + others, len(decodes), first)
+        return Plan(decodes + others, len(decodes), first, any(plan.is_chained for plan in plans))
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
         """Append what a step sampled; the sequences that it ended."""
@@ -162,7 +163,8 @@ class DataParallelScheduler:
                 return
             self.waiting.remove(sequence)
             del self._queued[sequence.id]
-            group = min(open_groups, key=lambda at: costs[at] - cached[at].num_tokens)
+            num_spared = {at: self.groups[at].count_spared(sequence, cached[at]) for at in open_groups}
+            group = min(open_groups, key=lambda at: costs[at] - num_spared[at])
             if sequence.parent is not None and sequence.parent.group in open_groups:
                 group = sequence.parent.group
             sequence.group = group
@@ -170,7 +172,7 @@ class DataParallelScheduler:
             num_open[group] -= 1
             num_new = sequence.num_tokens - cached[group].num_shared
             num_promised[group] += -(-num_new // self.groups[group].cache.block_size) + 1
-            costs[group] += _cost(sequence) - cached[group].num_tokens
+            costs[group] += _cost(sequence) - num_spared[group]
 
 
 def _cost(sequence: Sequence) -> int:
@@ -182,7 +184,8 @@ def split(plan: Plan, num_groups: int) -> list[Plan]:
     """The plan of each group."""
     if num_groups == 1:
         return [plan]
-    return [take([row for row in plan.rows if row.sequence.group == group]) for group in range(num_groups)]
+    parts = (take([row for row in plan.rows if row.sequence.group == group]) for group in range(num_groups))
+    return [dataclasses.replace(part, is_chained=plan.is_chained) for part in parts]
 
 
 class DataParallelBuilder:

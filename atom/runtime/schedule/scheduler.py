@@ -14,6 +14,11 @@ until then a sequence keeps its blocks and its slot, even if it is aborted. If s
 plan is planned again, past its end if that was not foreseen; otherwise it waits for its commit. Drafts of a pending
 plan count as accepted until then: positions and blocks are planned for the max number of tokens.
 
+A prefix that is being computed counts: a sequence that is admitted begins after the blocks that pending plans, or other
+rows of its own step, compute, and waits for more of it (`PrefixMakers`). Those that follow in the queue may be admitted
+meanwhile. If the prompt that it waits for is aborted or preempted, it computes the rest itself. If a step does not take
+place, those that begin after its blocks are preempted.
+
 Pipeline stages compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a part
 of the decodes, so that there are as many plans as stages.
 
@@ -27,6 +32,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -37,6 +43,7 @@ from atom.runtime.draft.table import Acceptance
 from atom.runtime.kv.cache import Cached, KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.fair_queue import FairQueue
+from atom.runtime.schedule.prefix_makers import PrefixMakers, find_parting
 from atom.runtime.step.input import NUM_REPORTED
 from atom.runtime.types import Logprobs, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
@@ -70,6 +77,8 @@ def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
             pooled += sequence.pooled
         sequence.pooled = pooled
 
+
+MAX_COMPARED = 8  # newest prompts with which one that is to be placed is compared
 
 _priority = attrgetter("priority")
 
@@ -123,7 +132,7 @@ class Scheduler:
         self._stale: set[Sequence] = set()  # of these, those whose pending tokens do not count
         self._slots = list(range(self.num_slots - 1, -1, -1))  # free ones
         self._refused: Sequence | None = None  # found no room, and no block has been freed since
-        self._suspects: dict[Sequence, None] = {}  # of a step that failed and cannot be run again: one is at fault
+        self._suspects: dict[Sequence, None] = {}  # of a step that failed and is not run as it was: one is at fault
         self._max_suspects = self.num_slots  # in a step, which has no others
         self.is_paused = False  # none is admitted
         self.num_deferred = 0  # waiting ones that the last step left out for something other than room
@@ -172,6 +181,14 @@ class Scheduler:
         """The sequence's tokens that it need not compute here."""
         return Cached(0, 0) if sequence.needs_prompt else self.cache.find_cached(sequence)
 
+    def count_spared(self, sequence: Sequence, cached: Cached) -> int:
+        """The sequence's tokens that are cached, or that prompts which are here compute; the newest are compared."""
+        if sequence.needs_prompt or not self.cache.enable_prefix_caching:
+            return cached.num_tokens
+        prompts = (each for each in reversed(self.sequences.values()) if each.num_computed < len(each.prompt))
+        shared = (self.cache.count_shared(each, sequence) for each in islice(prompts, MAX_COMPARED))
+        return max(cached.num_tokens, *shared, 0)
+
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
         num_prompt = len(sequence.prompt)
@@ -215,6 +232,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step. It has no rows if there is no work, or none before a pending plan is committed."""
         self.cache.take_fetched()
+        self.cache.begin_plan()
         if not self._in_flight:
             self._step_began = self._clock()
         planned = self._plan_rows()
@@ -230,7 +248,7 @@ class Scheduler:
         if copies is not None:
             self.stats.num_saved_blocks += sum(map(len, copies.saves.values()))
             self.stats.num_loaded_blocks += sum(map(len, copies.loads.values()))
-        return Plan(decode_rows + other_rows, len(decode_rows), copies)
+        return Plan(decode_rows + other_rows, len(decode_rows), copies, self.cache.is_chained)
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
         """Append what a step sampled; the sequences that it ended. Sequences aborted since its plan get no token.
@@ -238,6 +256,7 @@ class Scheduler:
         finish: called after each appended token; returns the reason to end there, or None
         """
         self.stats.num_steps += 1
+        self.cache.may_chain = True
         now = self._clock()
         if len(plan.rows) > plan.num_decodes:  # advanced prompts publish blocks, and free those outside their windows
             self._refused = None
@@ -279,15 +298,27 @@ class Scheduler:
         """Take back the newest plan, whose step did not take place: its rows may be planned again.
 
         A step that failed may have written over recurrent state: its rows begin again, after the last copy of it, and
-        half of them at a time until a step has only the one at fault.
+        half of them at a time until a step has only the one at fault. The rows of a step that read one another's KV are
+        planned again without that, so that the step can be run in halves.
         """
-        if not self.cache.can_repeat:
+        lost = set[tuple[str, int]]()
+        if not self.cache.can_repeat or plan.is_chained:
             self._suspects |= dict.fromkeys(row.sequence for row in plan.rows if row.sequence.finish_reason is None)
-            self._max_suspects = max(len(plan.rows) // 2, 1)
+            self._max_suspects = len(plan.rows) if self.cache.can_repeat else max(len(plan.rows) // 2, 1)
         for row in plan.rows:
             sequence = row.sequence
             self._land(row)
             sequence.num_planned = row.start
+            lost |= self.cache.retract(sequence, row.start)
+        self.cache.may_chain &= not plan.is_chained
+        for sequence in [each for each in reversed(self.running) if lost and self.cache.reads(each, lost)]:
+            if not sequence.output:
+                sequence.admitted_at = None  # nothing of the prefix was there
+            self._preempt(sequence)
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.slot < 0:
+                continue
             if sequence.finish_reason is not None:
                 self._release(sequence)
             elif not self.cache.can_repeat:
@@ -386,10 +417,15 @@ class Scheduler:
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Admit waiting sequences to the running ones and to the step."""
         passed = []  # that wait for something other than room
+        makers = PrefixMakers(self.cache, planned)
+        for sequence in {**planned, **self._in_flight}:
+            if sequence in self.running and sequence not in self._leaving:
+                makers.add(sequence)
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop()
             is_held = self._suspects and not self._may_join(sequence, planned)
-            if is_held or self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
+            is_fetching = self.cache.is_fetching(sequence)
+            if is_held or is_fetching or self._waits_for_parent(sequence) or makers.is_awaited_by(sequence):
                 passed.append(sequence)
                 continue
             num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
@@ -402,6 +438,7 @@ class Scheduler:
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens
+            makers.add(sequence)
         self.num_deferred = len(passed)
         for sequence in reversed(passed):
             self.waiting.put_back(sequence)
@@ -424,6 +461,7 @@ class Scheduler:
             if not num_cached and sequence.parent in self.running:
                 num_forked = self.cache.fork(sequence.parent, sequence)
         sequence.num_computed = sequence.num_planned = num_cached + num_forked
+        sequence.parting = find_parting(self.cache, sequence, self.waiting) if self.cache.wants_parting else 0
         # a spare block for each running one: a sequence admitted to the last blocks is preempted at once
         num_tokens = self._extend(sequence, budget, spare=len(self.running))
         if not num_tokens:
@@ -431,6 +469,7 @@ class Scheduler:
             sequence.num_computed = sequence.num_planned = 0
             return 0
         sequence.slot = self._slots.pop()
+        sequence.awaits = None
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached

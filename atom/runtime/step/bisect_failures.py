@@ -23,7 +23,7 @@ Part = tuple[Plan, Pending | Exception]
 
 
 class BeginAgain(Exception):
-    """The outcome of a step that failed and cannot be run again: the scheduler has its rows begin again, in halves."""
+    """The outcome of a step that failed and cannot be run again in halves: the scheduler plans its rows anew."""
 
 
 class Builder(Protocol):
@@ -43,7 +43,8 @@ def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part], *, 
 
     If every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its row. A
     CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken back, it
-    is the error of the rows that meet it. A step of several rows that cannot be run again is a part with `BeginAgain`.
+    is the error of the rows that meet it. A step of several rows that cannot be run again, or whose rows read one
+    another's KV, is a part with `BeginAgain`.
     Parts that run when an interrupt comes are in `parts`.
 
     has_suspects: the rows were in a step that failed before, and others do not, so one that fails by itself is at fault
@@ -66,7 +67,7 @@ def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part
         if len(plan.rows) == 1:
             parts.append((plan, error))
             return
-        if not builder.can_repeat:
+        if plan.is_chained or not builder.can_repeat:
             parts.append((plan, BeginAgain()))
             return
     middle = len(plan.rows) // 2

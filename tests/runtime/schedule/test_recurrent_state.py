@@ -237,6 +237,16 @@ def test_where_prompts_part_the_third_one_finds_a_state() -> None:
     assert found == [0, 0, 20]
 
 
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_prompts_that_wait_together_compute_what_they_share_once(run_ahead: int) -> None:
+    served = Served(max_num_seqs=8, max_step=300, num_copies=30, run_ahead=run_ahead)
+    shared = list(range(21))
+    every = [served.add([*shared, *[30 + number] * 13])[0] for number in range(8)]
+    served.run()
+    assert [each.num_cached for each in every] == [0] + [20] * 7
+    assert served.machine.num_restored == 7
+
+
 def test_a_prompt_that_is_cut_into_chunks_leaves_states_at_their_ends() -> None:
     served = Served(max_step=10)
     served.add(range(40), max_tokens=1)

@@ -13,7 +13,8 @@ With `newest`, programs norm and rotate the queries that they need themselves, a
 writes its newest key and value, from which its softmax starts: no tile has them. On NVIDIA from sm_90 the kernel then
 starts while the preceding one still runs, and loads the first tiles meanwhile. PDL contract: lengths, table and all
 older entries must be written at least two kernels upstream; only the immediately preceding kernel may still be running.
-In a step, the embedding, which waits for all earlier kernels, lies between the step's inputs and the first layer.
+So a decode reads no entry that a prompt of its step writes: `KVCache` sees to that. In a step, the embedding, which
+waits for all earlier kernels, lies between the step's inputs and the first layer.
 
 A sequence may have several queries, its last positions: they share a tile of queries with the heads of a group, so that
 keys and values are read once for all of them. Their own keys are in the cache, without `newest`, and so are those of a

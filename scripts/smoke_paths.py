@@ -368,6 +368,19 @@ def windows(session: Session) -> str:
     return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release, bounds=ROUTED))
 
 
+def shared_prefix(session: Session) -> str:
+    """Prompts that arrive together: those after the first read what its row of the same step writes."""
+    folder, dtypes = session.write(qwen3()), ("fp32", "bf16")
+    engine, (exact, half) = session.open(folder, dtype="bf16"), (session.reference(folder, each) for each in dtypes)
+    vocab = engine.config.hf["vocab_size"]
+    shared = draw_prompt(608, 1, vocab)  # 38 blocks
+    prompts = [shared + draw_prompt(length, length, vocab) for length in (40, 1, 2, 65)]
+    figure = judge(list(session.compare_answers(engine, exact, half, prompts)))
+    hits = engine.metrics.scheduler.num_prefix_hit_tokens
+    assert hits == 592 + 2 * 608, f"{hits} tokens were found; a row of one token would read its own step"
+    return figure
+
+
 def shared_kv(session: Session) -> str:
     """Heads of 512 dims, layers that read the KV of others, inputs by layer."""
 
@@ -534,6 +547,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "latents": latents,
     "fp8-kv": fp8_kv,
     "windows": windows,
+    "shared-prefix": shared_prefix,
     "shared-kv": shared_kv,
     "short-convolution": short_convolution,
     "delta-rule": delta_rule,

@@ -153,7 +153,7 @@ def test_a_prompt_with_recurrent_state_stops_where_one_that_came_later_parts_fro
     assert cache.chunk_end(maker, 49) == 28
 
 
-def test_what_a_prompt_with_recurrent_state_leaves_behind_makes_nobody_wait() -> None:
+def test_what_a_prompt_with_recurrent_state_leaves_after_makes_nobody_wait() -> None:
     cache = KVCache([FULL, STATE], {"full": 200, "state": 9}, 4, enable_prefix_caching=True)
     maker = make("a", 40)
     cache.allocate(maker, 40)

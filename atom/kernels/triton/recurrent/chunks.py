@@ -23,14 +23,13 @@ That is a kernel of its own, before one that solves the system; the one that pas
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from atom.graph import Batch
 from atom.kernels.triton.attention.common import sequence_bucket, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.recurrent.states import find_chunk, first_chunk, num_chunks, row_of
 
 CHUNK = 64
@@ -38,11 +37,11 @@ COLUMNS = 64  # of a state, of a program that passes it on
 MAX_STAGES = 3  # of what such a program loads of a chunk
 OTHER_MEMORY = 12 << 10  # of its shared memory, what is not loaded
 DTYPES = (torch.bfloat16,)  # of keys of any length: what they make may be beyond fp16
-MIN_DIM, MAX_DIM = 9, 128  # of keys, whose tiles of fewer have no product, and of values: a program has all of a chunk
-MIN_WIDTH = 33  # of values: with tiles of 16 and 32 columns Triton 3.6 gives wrong sums on an H200
+MAX_DIM = 128  # of keys and values: a program has all of a chunk
+TILE = tl.constexpr(64)  # dims: of tiles with 32 and others with more, Triton 3.6's ptxas loses addresses
 BLOCK = 16  # tokens that a warp has, of a chunk whose decays are by dim
 BLOCK_K = 32  # dims that its program has at a time
-MIN_DIM_BY_DIM, DIM_MULTIPLE = 40, 8  # of such keys: with tiles of 32 sums are wrong too
+DIM_MULTIPLE = 8  # of such keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_STEP = tl.constexpr(-150.0)  # of a decay's logarithm to base 2: below it all are 0, and fp16 ends
 
@@ -97,8 +96,8 @@ def _solve_chunks(
     is_token = tokens < count
     rows = first + tokens
     of_key = head // (HEADS // KEY_HEADS) * DIM
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
-    columns = tl.arange(0, triton.next_power_of_2(WIDTH))
+    dims = tl.arange(0, (DIM + TILE - 1) // TILE * TILE)
+    columns = tl.arange(0, (WIDTH + TILE - 1) // TILE * TILE)
     key = _load_tile(k + of_key, rows, dims, is_token, k_stride, DIM)
     query = _load_tile(q + of_key, rows, dims, is_token, q_stride, DIM)
     by_head = rows * HEADS + head
@@ -191,7 +190,7 @@ def _score_chunks_by_dim(
     q += first * q_stride + head // (HEADS // KEY_HEADS) * DIM
     k += first * k_stride + head // (HEADS // KEY_HEADS) * DIM
     decay += by_head * DIM
-    all_dims = tl.arange(0, triton.next_power_of_2(DIM))
+    all_dims = tl.arange(0, (DIM + TILE - 1) // TILE * TILE)
     whole = _load_tile(k, rows, all_dims, is_token, k_stride, DIM).to(tl.float32)
     of_keys = tl.rsqrt(tl.sum(whole * whole, 1) + EPS)[:, None]
     whole = _load_tile(q, rows, all_dims, is_token, q_stride, DIM).to(tl.float32)
@@ -273,12 +272,12 @@ def _solve_chunks_by_dim(
     system = _load_tile(systems + head * CHUNK, rows, tl.arange(0, CHUNK), is_token, HEADS * CHUNK, CHUNK)
     step = tl.load(beta + by_head, mask=is_token, other=0.0).to(tl.float32)
     inverse = (_invert(system.to(tl.float32), i, j, CHUNK) * step[None, :]).to(v.dtype.element_ty)
-    columns = tl.arange(0, triton.next_power_of_2(WIDTH))
+    columns = tl.arange(0, (WIDTH + TILE - 1) // TILE * TILE)
     value = _load_tile(v + head * WIDTH, rows, columns, is_token, v_stride, WIDTH)
     places = by_head[:, None] * WIDTH + columns[None, :]
     is_there = is_token[:, None] & (columns < WIDTH)[None, :]
     tl.store(added + places, tl.dot(inverse, value).to(added.dtype.element_ty), mask=is_there)
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    dims = tl.arange(0, (DIM + TILE - 1) // TILE * TILE)
     key = _load_tile(keys + head * DIM, rows, dims, is_token, HEADS * DIM, DIM)
     places = by_head[:, None] * DIM + dims[None, :]
     is_there = is_token[:, None] & (dims < DIM)[None, :]
@@ -310,7 +309,7 @@ def _pass_state(
         return
     num_before = tl.load(lengths + sequence) - whole
     slot = tl.load(slots + sequence)
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    dims = tl.arange(0, (DIM + TILE - 1) // TILE * TILE)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     if IS_TRANSPOSED:
         entries = (head * WIDTH + columns[None, :]) * DIM + dims[:, None]
@@ -382,10 +381,10 @@ def suits(v: Tensor, dim: int, batch: Batch, *, is_unit: bool = False, by_dim: b
     assert batch.slots is not None
     if batch.num_decodes == len(batch.slots):
         return False
-    if by_dim and (not is_unit or dim < MIN_DIM_BY_DIM or dim % DIM_MULTIPLE):
+    if by_dim and (not is_unit or dim % DIM_MULTIPLE):
         return False
     is_known = v.dtype in DTYPES or (is_unit and v.dtype == torch.float16)
-    return is_known and MIN_DIM <= dim <= MAX_DIM and MIN_WIDTH <= v.shape[2] <= MAX_DIM
+    return is_known and max(dim, v.shape[2]) <= MAX_DIM
 
 
 def attend_chunks(
@@ -435,7 +434,7 @@ def attend_chunks(
             v.stride(0), num_sequences, first, num_tokens, scale, eps, KEY_HEADS=key_heads, WIDTH=width,
             IS_DELTA=is_delta, **chunks,
         )  # fmt: skip
-    stage = CHUNK * ((2 + is_delta) * next_power_of_2(dim) + CHUNK + COLUMNS) * v.element_size()
+    stage = CHUNK * ((2 + is_delta) * -(-dim // TILE.value) * TILE.value + CHUNK + COLUMNS) * v.element_size()
     stages = max(1, min(MAX_STAGES, (find_gpu(v.device).shared_memory - OTHER_MEMORY) // stage))
     _pass_state[num_sequences * heads, -(-width // COLUMNS)](
         q, k, v, beta, skip, keys, scores, factors, states, batch.slots, batch.starts, batch.lengths, out, q.stride(0),

@@ -88,7 +88,7 @@ def _in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 40}),
+        ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 33, "value_dim": 20}),
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 64, "value_dim": 33}),
         ("gated_delta", {"key_heads": 1, "heads": 2, "key_dim": 40, "value_dim": 33, "by_dim": True}),
         ("lightning", {"heads": 2}),
@@ -109,10 +109,10 @@ def test_prompts_of_several_chunks_are_nearly_as_near_to_the_truth(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gated_delta", {"value_dim": 40}),
-        ("gated_delta", {"key_dim": 40, "value_dim": 40, "by_dim": True}),
+        ("gated_delta", {}),
+        ("gated_delta", {"key_dim": 24, "value_dim": 20, "by_dim": True}),
         ("lightning", {}),
-        ("ssd", {"dim": 40}),
+        ("ssd", {}),
     ],
     ids=str,
 )
@@ -160,7 +160,7 @@ def test_heads_of_128_with_decays_by_dim_are_near_to_the_truth(triton_device: st
 @pytest.mark.parametrize("by_dim", [False, True])
 def test_keys_that_are_nearly_alike_do_not_cost_precision(triton_device: str, by_dim: bool):
     """The triangular system of a chunk is then as far from the identity as it can be."""
-    sizes = {"key_heads": 1, "heads": 2, "key_dim": 40, "value_dim": 40}
+    sizes = {"key_heads": 1, "heads": 2, "key_dim": 32, "value_dim": 32}
     case = make_case("gated_delta", 128, torch.float16, **sizes, by_dim=by_dim)
     q, k, v, decay, beta = case.values
     values = q, (1 + 0.1 * k.float()).half(), v, torch.full_like(decay, -1e-3), torch.full_like(beta, 0.95)
@@ -206,9 +206,9 @@ def test_prompts_of_sizes_that_chunks_do_not_take_go_token_by_token():
     def suits(dtype: torch.dtype, dim: int, width: int, **options: bool) -> bool:
         return chunks.suits(torch.empty(1, 1, width, dtype=dtype), dim, prompt, **options)
 
-    assert suits(torch.bfloat16, 9, 33) and suits(torch.bfloat16, 128, 128)
+    assert suits(torch.bfloat16, 1, 1) and suits(torch.bfloat16, 128, 128)
     assert suits(torch.float16, 64, 64, is_unit=True) and not suits(torch.float16, 64, 64)
-    assert not any(suits(torch.bfloat16, *sizes) for sizes in ((8, 64), (129, 64), (64, 32), (64, 129)))
+    assert not any(suits(torch.bfloat16, *sizes) for sizes in ((129, 64), (64, 129)))
     assert not suits(torch.float32, 64, 64, is_unit=True)
     assert suits(torch.bfloat16, 96, 64, is_unit=True, by_dim=True)
     assert not suits(torch.bfloat16, 100, 64, is_unit=True, by_dim=True) and not suits(

@@ -25,7 +25,9 @@ import multiprocessing
 import os
 import pkgutil
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -36,6 +38,7 @@ import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -639,7 +642,7 @@ def find_kernels() -> set[str]:
 
 
 def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
-    """Compile a launch to Triton's IR, or to a cubin, whose shared memory must fit."""
+    """Compile a launch to Triton's IR, or to a cubin, whose shared memory and addresses must be right."""
     kernel = launch.find()
     _, _, target, backend, binder = kernel.device_caches[0]
     given = launch.options | {"debug": False}
@@ -657,6 +660,26 @@ def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
             made = compile(made, metadata)
         room, taken = GPUS[arch].shared_memory, metadata["shared"]
         assert taken <= room, f"takes {taken} bytes of shared memory, of {room}"
+        lost = find_lost_addresses(made) if arch == "sm_90" else []
+        assert not lost, f"sums of 64 bits have both halves from one register: {lost}"
+
+
+def find_lost_addresses(cubin: bytes) -> list[str]:
+    """Instructions that ptxas 12.8 gets wrong, see findings/ptxas_loses_addresses_of_narrow_wgmma.sh."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lost, sources = list[str](), dict[str, str]()  # by the carry, the register of the low half
+    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE):
+        name, *operands = re.split(r"[ ,]+", line)
+        if name == "UIADD3.X" and any(sources.get(each) == operands[1] for each in operands):
+            lost.append(line)
+        sources = {carry: source for carry, source in sources.items() if source not in operands[:1]}
+        if name == "UIADD3" and operands[1].startswith("UP") and operands[2] not in (operands[0], "URZ"):
+            sources[operands[1]] = operands[2]
+    return lost
 
 
 def pick_launches(launches: Iterable[Launch], is_thorough: bool = False) -> list[Launch]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
-from probe import assert_logits
+from probe import assert_logits, logits_of
 from test_runner_drafts import TURNS, draft_known, drafting
 from test_speculation import KnownDrafts, tokens_of
 
@@ -276,6 +276,22 @@ def test_drafts_of_the_runner_leave_no_trace(
     assert stats.num_prefix_hit_tokens - before > sum(map(len, prompts)) + 20 * len(prompts)
     assert all(draft_statistics(stats)["distribution"][number] for number in range(4))
     assert (stats.num_ahead > 0) == (run_ahead > 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", *SLOW[:2], pytest.param("minimax_text_01", marks=pytest.mark.slow)])
+def test_states_of_16_bits_take_half_the_room_and_cost_their_rounding(name: str, open_engine: Open, references: Any):
+    prompt = tiny.prompt(40)
+    expected = tiny.logits(references(name), prompt)
+    sizes, errors = dict[str, int](), dict[str, float]()
+    for dtype in ("fp32", "bf16"):
+        engine = open_engine(
+            name, max_num_batched_tokens=8, **{"model.state_dtype": dtype}
+        )  # in which they are rounded
+        states = [state for state in engine._engine.runner.model.graph.states() if state.rule.in_slot]
+        sizes[dtype] = sum(state.type.num_bytes for state in states if len(state.type.shape) == 3)
+        errors[dtype] = float((logits_of(engine, prompt) - expected).norm() / expected.norm())
+    assert sizes["bf16"] * 2 == sizes["fp32"] > 0
+    assert errors["fp32"] < 1e-5 < errors["bf16"] < 0.1
 
 
 def test_as_many_sequences_run_as_have_room_for_their_state(open_engine: Open, references: Any):

@@ -69,7 +69,7 @@ SAMPLING = {
 }
 
 CONFIG = """
-model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias layer_scalar kv_shared_from residual weights ignore
+model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias state_dtype layer_scalar kv_shared_from residual weights ignore
 model: assumes embedding_affine embedding_norm embedding_norm_weight embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state

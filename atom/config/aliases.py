@@ -21,7 +21,7 @@ def respell(config: Config) -> Config:
         name: block if block.mlp is None else replace(block, mlp=respell_mlp(block.mlp))
         for name, block in config.model.blocks.items()
     }
-    own = config.model.per_layer_input
+    state_dtype, own = config.model.state_dtype, config.model.per_layer_input
     own = replace(own, activation=ACTIVATIONS.get(own.activation, own.activation))
     cache_dtype = config.serve.kv_cache_dtype
     parallel, serve = config.parallel, config.serve
@@ -37,7 +37,13 @@ def respell(config: Config) -> Config:
         config,
         checkpoint=config.checkpoint and short_name(config.checkpoint),
         dtype=DTYPES.get(config.dtype, config.dtype),
-        model=replace(config.model, mlp=mlp, blocks=blocks, per_layer_input=own),
+        model=replace(
+            config.model,
+            mlp=mlp,
+            blocks=blocks,
+            per_layer_input=own,
+            state_dtype=DTYPES.get(state_dtype, state_dtype),
+        ),
         parallel=parallel,
         serve=replace(
             serve,

@@ -477,6 +477,7 @@ class ModelConfig:
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
     per_layer_input: PerLayerInputConfig = field(default_factory=PerLayerInputConfig)
     streams: StreamsConfig = field(default_factory=StreamsConfig)
+    state_dtype: str = one_of("fp32", "bf16", "fp16")  # that recurrent states are kept in, but a convolution's inputs
     layer_scalar: bool = False  # what a layer gives is multiplied with a stored number
     residual: str = one_of(
         "sequential", "normed", "depth_scaled", "parallel", "parallel_norms"

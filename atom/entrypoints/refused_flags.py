@@ -97,7 +97,7 @@ VLLM_REFUSED = {
     "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "kv-cache-dtype-skip-layers",
     "no KV leaves its engine; leave it out": """
         kv-transfer-config kv-events-config kv-sharing-fast-prefill""",
-    "recurrent state is in fp32, and serve.state_memory and serve.state_interval set its copies; leave it out": """
+    "model.state_dtype, serve.state_memory and serve.state_interval configure recurrent state; leave it out": """
         mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-backend mamba-cache-mode
         mamba-cache-philox-rounds enable-mamba-cache-stochastic-rounding mamba-ssu-algorithm
         enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache use-replayssm replayssm-buffer-len

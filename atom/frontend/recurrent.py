@@ -53,7 +53,7 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     decay = writer.call(ops.ssm_decay, a, *rates, name="decay")
     if block.decay_rank is not None:
         decay = writer.call(ops.split_heads, decay, heads=heads, name="decay")
-    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.key_dim, block.value_dim)))
+    state = layer_state(writer, layer, heads, block.key_dim, block.value_dim)
     scale, eps = block.key_dim**-0.5, writer.model.norm.eps if block.eps is None else block.eps
     o = writer.call(ops.gated_delta, q, k, v, decay, beta, state, scale=scale, normalize=True, name="o")
     o = writer.call(ops.rms_norm, o, writer.weight("delta_norm", (block.value_dim,), layer), eps=eps, name="o")
@@ -82,7 +82,7 @@ def mamba2(writer: Writer, h: Node, block: Mamba2Config, layer: int) -> Node:
     step, decay, skip = (number_by_head(writer, role, heads, layer) for role in roles)
     limit = {} if block.step_max is None else {"high": block.step_max}
     dt = writer.call(ops.time_step, dt, step, low=block.step_min, **limit, name="dt")
-    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.state)))
+    state = layer_state(writer, layer, heads, block.head_dim, block.state)
     y = writer.call(ops.merge_heads, writer.call(ops.ssd, x, dt, b, c, state, decay, skip, name="y"), name="y")
     z = writer.call(ops.activate, z, kind="silu", name="z")
     if block.norm != "before_gate":
@@ -117,7 +117,7 @@ def mamba(writer: Writer, h: Node, block: MambaConfig, layer: int) -> Node:
     dt = writer.call(ops.time_step, dt, bias, name="dt")
     decay = W(writer.name("mamba_decay", layer), Type("fp32", (inner, size)))
     skip = number_by_head(writer, "mamba_skip", inner, layer)
-    state = LatestState(writer.name("layer", layer), decay.type)
+    state = layer_state(writer, layer, inner, size)
     y = writer.call(ops.selective_scan, x, dt, b, c, state, decay, skip, name="y")
     y = writer.call(ops.mul, y, writer.call(ops.activate, z, kind="silu", name="z"), name="y")
     return writer.linear(y, "mamba_out", writer.model.hidden, block.bias, layer)
@@ -141,7 +141,7 @@ def lightning(writer: Writer, h: Node, block: LightningConfig, layer: int) -> No
         for x, name in zip(writer.linears(h, rows, False, layer, heads), "qkv", strict=True)
     )
     z = writer.linear(h, "lightning_z", inner, False, layer)
-    state = LatestState(writer.name("layer", layer), Type("fp32", (heads, block.head_dim, block.head_dim)))
+    state = layer_state(writer, layer, heads, block.head_dim, block.head_dim)
     share = 1 - layer / (block.layers - 1 + 1e-5) + 1e-5
     slopes = cat(tuple(Full(2 ** (-8 * n / heads) * share, Type("fp32", (1,))) for n in range(1, heads + 1)))
     o = writer.call(ops.merge_heads, writer.call(ops.lightning, q, k, v, state, slopes, name="o"), name="o")
@@ -164,6 +164,10 @@ def stored_parts(
 
     counts = {role: n for role, (n, _) in rows.items()}
     return dict(zip(rows, writer.parts(counts, stored, layer, num_chunks=num_chunks), strict=True))
+
+
+def layer_state(writer: Writer, layer: int, *shape: int) -> LatestState:
+    return LatestState(writer.name("layer", layer), Type(writer.model.state_dtype, shape))
 
 
 def number_by_head(writer: Writer, role: str, count: int, layer: int) -> Recipe:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 
+from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.errors import AtomError
 
@@ -26,6 +27,25 @@ def test_layers_with_nothing_but_an_mlp_keep_no_state(tmp_path: Path):
         load([f"checkpoint={tmp_path}", "parallel.pipeline=4", "device=cpu"])
     message = "parallel.pipeline=4: the model has 3 layers with attention or a state; set parallel.pipeline to as many at most"
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "stated", "dtype"),
+    [
+        ("nemotron_h", "mamba_ssm_cache_dtype", "bfloat16", "bf16"),
+        ("nemotron_h", "mamba_ssm_cache_dtype", "float32", "fp32"),
+        ("nemotron_h", "mamba_ssm_cache_dtype", None, "fp32"),
+        ("qwen3_5", "mamba_ssm_dtype", "float16", "fp16"),
+    ],
+)
+def test_states_have_the_dtype_of_the_checkpoint(name: str, key: str, stated: str | None, dtype: str, tmp_path: Path):
+    tiny.save_changed(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | ({key: stated} if stated else {})))
+    graph = compile_graph(load([f"checkpoint={tmp_path}", "dtype=bf16", "device=cpu", "level=0"]))
+    states = [state for state in graph.states() if len(state.type.shape) == 3 and state.rule.in_slot]
+    assert {state.type.dtype for state in states} == {dtype}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ BATCH = 6  # its place among the arguments
 
 def make(counts: list[int], lengths: list[int], num_decodes: int, query_len: int = 1, kept: int = 1, *,
          key_heads: int = 2, heads: int = 4, key_dim: int = 20, value_dim: int = 20, taps: int = 4, by_dim: bool = False,
-         dtype: torch.dtype = torch.float32, **attributes: Any) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+         dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32,
+         **attributes: Any) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments of the op for sequences of these lengths, which have so many tokens in the step."""
     random = torch.Generator().manual_seed(len(counts))
 
@@ -31,7 +32,7 @@ def make(counts: list[int], lengths: list[int], num_decodes: int, query_len: int
     widths = [channels, heads * value_dim, decays, heads]
     values = list(numbers(num_tokens, sum(widths)).to(dtype).split(widths, 1))  # columns of one product
     conv_state = numbers(len(counts) + 1, kept, taps - 1, channels).to(dtype)
-    state = numbers(len(counts) + 1, kept, heads, key_dim, value_dim)
+    state = numbers(len(counts) + 1, kept, heads, key_dim, value_dim).to(state_dtype)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     slots = torch.randperm(len(counts), generator=random).int()
     batch = Batch({}, {}, starts, torch.tensor(lengths).int(), num_decodes, query_len, slots)

@@ -14,7 +14,7 @@ from typing import Any
 from atom.graph import ops
 from atom.graph.gguf_blocks import TYPES
 from atom.graph.ops import Op
-from atom.kernels.backend import Accepts, Backend, Kernel, kinds_in, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all, kinds_in, on_device
 from atom.kernels.cpp.attention import load_attention, load_write
 from atom.kernels.cpp.blocks import find_features, pack_blocks
 from atom.kernels.cpp.build import ATTENTION, RECURRENT, build_library, keep_libraries
@@ -22,7 +22,6 @@ from atom.kernels.cpp.linear import accepts, accepts_embedding, build_for, embed
 from atom.kernels.cpp.panels import kept_type, pack_panels, packed_type
 from atom.kernels.cpp.recurrent import (
     accepts_conv,
-    accepts_state,
     causal_conv,
     gated_delta,
     lightning,
@@ -40,7 +39,7 @@ def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts, **options: Any) -
     return Kernel(op, "cpp", here, lambda _: run, **options)
 
 
-def _recurrent(run: Callable[..., Any], accepts: Accepts) -> Kernel:
+def _recurrent(run: Callable[..., Any], accepts: Accepts = accepts_all) -> Kernel:
     op = ops.OPS[f"batched_{run.__name__}"]
     return Kernel(op, "cpp", on_device("cpu", accepts), loader(op, run), build=build_recurrent)
 
@@ -54,10 +53,10 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(ops.norm_rope_write, "cpp", on_device("cpu"), load_write, build=build_attention),
     Kernel(ops.paged_attention, "cpp", on_device("cpu"), load_attention, build=build_attention),
     _recurrent(causal_conv, accepts_conv),
-    _recurrent(gated_delta, accepts_state),
-    _recurrent(lightning, accepts_state),
-    _recurrent(ssd, accepts_state),
-    _recurrent(selective_scan, accepts_state),
+    _recurrent(gated_delta),
+    _recurrent(lightning),
+    _recurrent(ssd),
+    _recurrent(selective_scan),
 )
 
 BACKEND = Backend(

@@ -131,17 +131,37 @@ float dot(const float *a, const float *b, int64_t size) {
   return total(sum);
 }
 
-/// `size` numbers of the state after a span, from `first` on, which are those of the state before it.
-float *open_state(Tensor &states, const Span &span, int64_t first, int64_t size) {
-  STD_TORCH_CHECK(states.is_contiguous() && states.scalar_type() == ScalarType::Float, "states are float32 without gaps");
-  const int64_t row = states.numel() / (states.size(0) * states.size(1));
-  float *state = elements<float>(states) + span.after * row + first;
-  if (span.is_new)
-    std::fill_n(state, size, 0.0f);
-  else if (span.before != span.after)
-    std::copy_n(elements<float>(states) + span.before * row + first, size, state);
-  return state;
-}
+/// `size` numbers of the state after a span, from `first` on, which begin as those of the state before it. Float32: they
+/// are where they are stored, or a copy that is written back in the end.
+struct OpenState {
+  Tensor &states;
+  int64_t place, size;
+  std::vector<float> copy;
+  float *numbers;
+  OpenState(Tensor &states, const Span &span, int64_t first, int64_t size) : states(states), size(size) {
+    STD_TORCH_CHECK(states.is_contiguous(), "states have no gaps");
+    const int64_t row = states.numel() / (states.size(0) * states.size(1)), before = span.before * row + first;
+    place = span.after * row + first;
+    const bool is_wide = states.scalar_type() == ScalarType::Float;
+    if (!is_wide)
+      copy.resize(padded(size));
+    numbers = is_wide ? elements<float>(states) + place : copy.data();
+    if (span.is_new)
+      std::fill_n(numbers, size, 0.0f);
+    else if (!is_wide)
+      by_dtype(states, [&]<class T>() { widen_row(elements<T>(states) + before, size, numbers); });
+    else if (before != place)
+      std::copy_n(elements<float>(states) + before, size, numbers);
+  }
+  OpenState(const OpenState &) = delete;
+  ~OpenState() {
+    if (!copy.empty())
+      by_dtype(states, [&]<class T>() {
+        for (int64_t at = 0; at < size; at += LANES)
+          narrow_some(load<Floats>(numbers + at), elements<T>(states) + place + at, size - at);
+      });
+  }
+};
 
 /// x times its sigmoid
 Floats silu(Floats x) { return x / (exp_of(Floats{} - highest(x, Floats{} - 87)) + 1.0f); }
@@ -294,7 +314,7 @@ void run_delta(const Keys &all, int64_t tokens, const T *v, int64_t v_stride, T 
   }
 }
 
-/// q and k [T, Nk, K], v [T, N, V], decay fp32[T, N] or fp32[T, N, K], beta [T, N], states fp32[slots + 1, L, N, K, V] -> [T, N, V]
+/// q and k [T, Nk, K], v [T, N, V], decay fp32[T, N] or fp32[T, N, K], beta [T, N], states [slots + 1, L, N, K, V] -> [T, N, V]
 Tensor gated_delta(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &decay, const Tensor &beta, Tensor states,
                    const Tensor &slots, const Tensor &starts, const Tensor &lengths, double scale, bool normalize) {
   const int64_t key_heads = q.size(1), dim = q.size(2), heads = v.size(1), columns = v.size(2);
@@ -312,7 +332,8 @@ Tensor gated_delta(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
       for (int64_t item = begin; item < end; ++item)
         for (const Span &each : sequences[item / heads]) {
           const int64_t head = item % heads, of_key = head / (heads / key_heads) * dim;
-          float *state = open_state(states, each, head * dim * columns, dim * columns);
+          OpenState open(states, each, head * dim * columns, dim * columns);
+          float *state = open.numbers;
           for (int64_t from = 0; from < each.count; from += CHUNK) {
             const int64_t tokens = std::min(CHUNK, each.count - from), first = each.first + from;
             for (int64_t t = 0; t < tokens; ++t)
@@ -374,7 +395,7 @@ struct StateRows {
   }
 };
 
-/// x [T, N, P], dt fp32[T, N], b and c [T, G, S], states fp32[slots + 1, L, N, P, S], a_log and d [N] -> [T, N, P]
+/// x [T, N, P], dt fp32[T, N], b and c [T, G, S], states [slots + 1, L, N, P, S], a_log and d [N] -> [T, N, P]
 Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, Tensor states, const Tensor &slots,
            const Tensor &starts, const Tensor &lengths, const Tensor &a_log, const Tensor &d) {
   const int64_t heads = x.size(1), dim = x.size(2), groups = b.size(1), size = b.size(2);
@@ -391,7 +412,8 @@ Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, 
         for (const Span &each : sequences[item / heads]) {
           const int64_t head = item % heads, of_group = head / (heads / groups) * size;
           const float rate = -std::exp(logs[head]), skip = skips[head];
-          StateRows state(open_state(states, each, head * dim * size, dim * size), dim, size);
+          OpenState open(states, each, head * dim * size, dim * size);
+          StateRows state(open.numbers, dim, size);
           for (int64_t t = each.first; t < each.first + each.count; ++t) {
             const float step = steps[t][head], kept = std::exp(rate * step);
             widen_row(bs[t] + of_group, size, own_b.data());
@@ -409,7 +431,7 @@ Tensor ssd(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, 
   return y;
 }
 
-/// x [T, I], dt fp32[T, I], b and c [T, S], states fp32[slots + 1, L, I, S], a_log [I, S], d [I] -> [T, I]
+/// x [T, I], dt fp32[T, I], b and c [T, S], states [slots + 1, L, I, S], a_log [I, S], d [I] -> [T, I]
 Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const Tensor &c, Tensor states, const Tensor &slots,
                       const Tensor &starts, const Tensor &lengths, const Tensor &a_log, const Tensor &d) {
   const int64_t channels = x.size(1), size = b.size(1), width = padded(size);
@@ -430,7 +452,8 @@ Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const 
       });
       for (const Sequence &sequence : sequences)
         for (const Span &each : sequence) {
-          StateRows state(open_state(states, each, first * size, count * size), count, size);
+          OpenState open(states, each, first * size, count * size);
+          StateRows state(open.numbers, count, size);
           for (int64_t t = each.first; t < each.first + each.count; ++t) {
             widen_row(bs[t], size, own_b.data());
             widen_row(cs[t], size, own_c.data());
@@ -453,7 +476,7 @@ Tensor selective_scan(const Tensor &x, const Tensor &dt, const Tensor &b, const 
   return y;
 }
 
-/// q and k [T, N, K], v [T, N, V], states fp32[slots + 1, L, N, K, V], slopes [N] -> [T, N, V]
+/// q and k [T, N, K], v [T, N, V], states [slots + 1, L, N, K, V], slopes [N] -> [T, N, V]
 Tensor lightning(const Tensor &q, const Tensor &k, const Tensor &v, Tensor states, const Tensor &slots, const Tensor &starts,
                  const Tensor &lengths, const Tensor &slopes, double scale) {
   const int64_t dim = q.size(2), heads = v.size(1), columns = v.size(2), width = padded(columns);
@@ -469,7 +492,8 @@ Tensor lightning(const Tensor &q, const Tensor &k, const Tensor &v, Tensor state
         for (const Span &each : sequences[item / heads]) {
           const int64_t head = item % heads;
           const float kept = std::exp(-decays[head]);
-          StateRows state(open_state(states, each, head * dim * columns, dim * columns), dim, columns);
+          OpenState open(states, each, head * dim * columns, dim * columns);
+          StateRows state(open.numbers, dim, columns);
           for (int64_t t = each.first; t < each.first + each.count; ++t) {
             widen_row(keys[t] + head * dim, dim, key.data());
             widen_row(queries[t] + head * dim, dim, query.data());

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from atom.graph import Batch, State, ops
+from atom.graph import Batch, ops
 from atom.kernels.backend import LoadContext, Target
 from atom.kernels.cpp.build import RECURRENT, load_library
 
@@ -44,12 +44,6 @@ def accepts_conv(_target: Target, _x: Any, _state: Any, _batch: Any, weight: Any
     if kind not in (None, "silu"):
         return f"has no activation '{kind}'"
     return f"has no {weight.shape[1]} taps" if weight.shape[1] > MAX_TAPS else None
-
-
-def accepts_state(_target: Target, *types: Any, **_attributes: Any) -> str | None:
-    """states in fp32"""
-    state = next(each for each in types if isinstance(each, State))
-    return None if state.type.dtype == "fp32" else f"has no states in {state.type.dtype}"
 
 
 def causal_conv(x: Tensor, state: Tensor, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,

@@ -49,6 +49,10 @@ class Case(NamedTuple):
         views = [torch.cat((each, each), 1)[:, : each.shape[1]] for each in rows]
         return self._replace(values=tuple(map(Tensor.view_as, views, self.values)))
 
+    def kept_in(self, dtype: str) -> Case:
+        """The same with states in this dtype."""
+        return self._replace(state=LatestState("0", Type(dtype, self.state.type.shape)))
+
     def wide(self) -> Case:
         """The same numbers in float32."""
         values = tuple(each.float() for each in self.values)

@@ -26,6 +26,7 @@ SIZES: list[dict[str, Any]] = [
     {"key_heads": 1, "heads": 3, "taps": 2, "kind": "sigmoid", "beta_scale": 2.0},
     {"key_heads": 2, "heads": 8, "normalize": False, "key_dim": 64},
     {"key_heads": 2, "heads": 4, "by_dim": True, "kind": "sigmoid"},
+    {"key_heads": 2, "heads": 4, "state_dtype": torch.bfloat16},
 ]
 
 

@@ -451,10 +451,19 @@ def delta_rule_ngram(session: Session) -> str:
     return looked_up(session, qwen3_5(vocab_size=64), state_memory=1 << 26)
 
 
-def mtp(session: Session) -> str:
-    folder = session.write(deepseek_v3(vocab_size=64), "serve.method=mtp", loudness=0.3)
+def predicted(session: Session, config: dict[str, Any], bounds: Bounds, **fields: Any) -> str:
+    folder = session.write(config, "serve.method=mtp", loudness=0.3)
     own = {"method": "mtp", "num_speculative_tokens": 2, "max_verified_tokens": 64}
-    return session.compare(Check(folder, own=own, drafted=24, event=check_drafts, bounds=ROUTED))
+    return session.compare(Check(folder, fields=fields, own=own, drafted=24, event=check_drafts, bounds=bounds))
+
+
+def mtp(session: Session) -> str:
+    return predicted(session, deepseek_v3(vocab_size=64), ROUTED)
+
+
+def delta_rule_mtp(session: Session) -> str:
+    """Decodes of three tokens each, after which a slot has a state of each that may be accepted."""
+    return predicted(session, qwen3_5(vocab_size=64, mtp_num_hidden_layers=1), DENSE, state_memory=1 << 26)
 
 
 def lora(session: Session) -> str:
@@ -557,6 +566,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "ngram": ngram,
     "delta-rule-ngram": delta_rule_ngram,
     "mtp": mtp,
+    "delta-rule-mtp": delta_rule_mtp,
     "lora": lora,
     "grammar": grammar,
     "sleep": sleep,

@@ -172,13 +172,15 @@ class KVCache:
         num_before = begin_of(sequence) // self.block_size
         return any((kind, block) in blocks for kind, table in sequence.blocks.items() for block in table[:num_before])
 
-    def count_shared(self, maker: Sequence, sequence: Sequence) -> int:
-        """The tokens of a prompt's blocks, made by another sequence, after which this one can begin; 0: no block."""
-        size = self.block_size
-        if maker.salt != sequence.salt or maker.prompt[:size] != sequence.prompt[:size]:
+    def count_shared(self, maker: Sequence, sequence: Sequence, known: int) -> int:
+        """The tokens of a prompt's blocks after which another sequence can begin; 0: no more than those known."""
+        if maker.salt != sequence.salt:
             return 0
-        num_common = count_common(maker.prompt, sequence.prompt)
-        return min(num_common, sequence.num_tokens - 1) // size * size
+        size, next_block = self.block_size, slice(known, known // self.block_size * self.block_size + self.block_size)
+        if maker.prompt[next_block] != sequence.prompt[next_block]:  # quick, since most prompts part here
+            return 0
+        num_shared = min(count_common(maker.prompt, sequence.prompt), sequence.num_tokens - 1) // size * size
+        return num_shared if num_shared > known else 0
 
     def find_kept(self, maker: Sequence, num_shared: int, num_planned: int) -> int:
         """After how many of a prompt's first `num_shared` tokens others can begin, once its steps have come so far.

@@ -60,19 +60,24 @@ class PrefixMakers:
         """The prompt that computes most of a sequence's prefix, and up to which token; None: all of that is there."""
         best, awaited = 0, None
         for prompt in self._prompts:
-            if prompt.priority > sequence.priority or not (num_shared := self._cache.count_shared(prompt, sequence)):
+            if prompt.priority > sequence.priority:
+                continue
+            num_shared = self._cache.count_shared(prompt, sequence, self._count_visible(prompt))
+            if num_shared <= best:
                 continue
             end = self._cache.find_kept(prompt, num_shared, prompt.num_planned + self._planned.get(prompt, 0))
             if end > best and self._has_to_come(prompt, end):
                 best, awaited = end, (prompt, end)
-        return awaited if best and self._cache.find_cached(sequence).num_tokens < best else None
+        if awaited is not None and awaited[0].needs_prompt and self._cache.find_cached(sequence).num_tokens >= best:
+            return None  # that prompt is computed anew though it is cached
+        return awaited
 
 
 def find_parting(cache: KVCache, sequence: Sequence, waiting: Iterable[Sequence]) -> int:
     """After how many tokens a copy of a prompt's recurrent state spares waiting sequences most; 0: it spares none."""
     num_sharing, most_spared, parting = 0, 0, 0
     others = (each for each in islice(waiting, MAX_COMPARED) if not each.needs_prompt)
-    lengths = Counter(cache.count_shared(sequence, each) for each in others)
+    lengths = Counter(cache.count_shared(sequence, each, sequence.num_computed) for each in others)
     for length, number in sorted(lengths.items(), reverse=True):
         num_sharing += number
         if (spared := num_sharing * (length - sequence.num_computed)) > most_spared:

@@ -186,7 +186,7 @@ class Scheduler:
         if sequence.needs_prompt or not self.cache.enable_prefix_caching:
             return cached.num_tokens
         prompts = (each for each in reversed(self.sequences.values()) if each.num_computed < len(each.prompt))
-        shared = (self.cache.count_shared(each, sequence) for each in islice(prompts, MAX_COMPARED))
+        shared = (self.cache.count_shared(each, sequence, cached.num_tokens) for each in islice(prompts, MAX_COMPARED))
         return max(cached.num_tokens, *shared, 0)
 
     def check(self, sequence: Sequence) -> None:

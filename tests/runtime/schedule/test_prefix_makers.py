@@ -142,6 +142,19 @@ def test_nobody_waits_on_for_a_prompt_that_is_computed_no_more() -> None:
         assert makers.is_awaited_by(late) == waits
 
 
+@pytest.mark.parametrize(("kinds", "num_found"), [((FULL,), 8), ((FULL, STATE), 0)])
+def test_a_step_s_entries_are_found_in_it_and_its_copies_of_state_in_the_next(
+    kinds: tuple[StateKind, ...], num_found: int
+) -> None:
+    cache = KVCache(kinds, {"full": 200, "state": 9}, 4, enable_prefix_caching=True)
+    maker, other = make("a", 24), make("b", 24)
+    cache.allocate(maker, 8)
+    cache.publish_planned(maker, 8)
+    assert cache.find_cached(other).num_tokens == num_found
+    cache.begin_plan()
+    assert cache.find_cached(other).num_tokens == 8
+
+
 def test_a_prompt_with_recurrent_state_stops_where_one_that_came_later_parts_from_it() -> None:
     cache = KVCache([FULL, STATE], {"full": 200, "state": 9}, 4, enable_prefix_caching=True)
     maker, late = make("a", 40), make("b", 30)

@@ -123,7 +123,7 @@ serve: scheduler_delay_factor method draft_model num_speculative_tokens max_veri
 serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body
-serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint
+serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint response_store_bytes
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: a b bound bisect save_draft check num_prompts input_len output_len dataset_path num_warmups num_iters num_steps

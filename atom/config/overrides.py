@@ -37,7 +37,9 @@ JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.save_tokenizer", "j
 SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
-BYTES = ("serve.kv_cache_memory", "serve.swap_space", "serve.kv_cache_dir_bytes")
+BYTES = (
+    "serve.kv_cache_memory", "serve.swap_space", "serve.kv_cache_dir_bytes", "serve.http.response_store_bytes",
+)  # fmt: skip
 UNITS = {
     **{"MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},

@@ -705,6 +705,7 @@ class HTTPConfig:
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
+    response_store_bytes: int = number(0, 0, MAX_BYTES)  # bytes of responses kept in the cache folder; 0: none is
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
 
 

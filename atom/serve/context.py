@@ -25,6 +25,7 @@ from atom.serve.auth.tenants import Tenant
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
+from atom.serve.openai.response_store import ResponseStore
 from atom.serve.ops.metrics import Metrics
 from atom.serve.ops.traces import open_traces
 
@@ -44,11 +45,13 @@ T = TypeVar("T")
 
 class Context:
     def __init__(self, config: Config, engines: Replicas, metrics: Metrics) -> None:
-        """ConfigError if traces cannot be sent."""
+        """ConfigError if traces cannot be sent, or responses not stored."""
         self.config = config
         self.engines = engines
         self.metrics = metrics
         self.traces = open_traces(config.serve.http.otlp_traces_endpoint)
+        limit = config.serve.http.response_store_bytes
+        self.responses = ResponseStore(config.cache_folder / "responses", limit) if limit else None
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and if the checkpoint has none
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
@@ -206,6 +209,8 @@ class Context:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
+        if self.responses is not None:
+            self.responses.close()
 
 
 def read_template(config: Config) -> str | None:

@@ -113,7 +113,7 @@ ROUTES = {
     "/v1/messages/render": "POST /v1/messages/count_tokens counts its tokens; POST /tokenize shows those of a chat",
     "/v1/realtime": NO_MEDIA,
     "/v1/rerank": SCORES,
-    "/v1/responses": "answers are not stored here: send the whole conversation as input",
+    "/v1/responses": "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",
     "/v1/responses/render": "POST /v1/responses/input_tokens counts its tokens; POST /tokenize shows those of a chat",
     "/v1/score": SCORES,
     "/v1/systemone": LABELS,

@@ -61,6 +61,12 @@ class ModelNotFoundError(RequestError):
     param = "model"
 
 
+class ResponseNotFoundError(RequestError):
+    """A response that is not stored, or not with this key."""
+
+    param = "response_id"
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = None if param is None else shown(param)
@@ -70,7 +76,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 def status_of(error: Exception) -> int:
     """The HTTP status of an error."""
     match error:
-        case ModelNotFoundError():
+        case ModelNotFoundError() | ResponseNotFoundError():
             return 404
         case RequestError():
             return 400
@@ -88,7 +94,9 @@ def body_of(error: Exception) -> dict[str, Any]:
     status = status_of(error)
     message = "internal error, the server's log has it" if status == 500 else str(error)
     code = {404: "model_not_found", 503: "unavailable"}.get(status)
-    if isinstance(error, QueueFullError | LimitError):
+    if isinstance(error, ResponseNotFoundError):
+        code = None
+    elif isinstance(error, QueueFullError | LimitError):
         code = error.limit
     elif isinstance(error, FieldError):
         code = error.code

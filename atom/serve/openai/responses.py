@@ -1,19 +1,23 @@
-"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API, stateless.
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API.
 
 curl localhost:8000/v1/responses -H "Content-Type: application/json" -d '{"input": "Hello!", "stream": true}'
 
 Text, reasoning and function tools, whole or streamed. A request becomes that of a chat: the same template, sampling and
-parsers.
+parsers. With serve.http.response_store_bytes, responses are stored (`atom.serve.openai.response_store`): they can be
+fetched and deleted, and previous_response_id continues one.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
+from pydantic import TypeAdapter
 
 from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
@@ -21,7 +25,7 @@ from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.http.bodies import body_route
-from atom.serve.http.errors import FieldError, json_response
+from atom.serve.http.errors import FieldError, ResponseNotFoundError, json_response, shown
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import parsers_of, template_kwargs
@@ -29,8 +33,10 @@ from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.namespaces import GivenTool, call_names, flat_name, flat_tools
 from atom.serve.openai.params import budget_field, find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
+from atom.serve.openai.response_store import ResponseStore, Stored
 from atom.serve.openai.responses_schema import (
     LOGPROBS,
+    NOT_STORED,
     AllowedFunctions,
     CallOutput,
     CustomCall,
@@ -38,6 +44,7 @@ from atom.serve.openai.responses_schema import (
     FunctionChoice,
     FunctionTool,
     InputText,
+    Items,
     Message,
     NamespaceChoice,
     NamespaceTool,
@@ -80,6 +87,8 @@ REPEATED = (
     "safety_identifier",
     "user",
 )
+NOT_FOUND = "the response {} is not stored here, or no more, or with another key"
+ITEMS: TypeAdapter[Any] = TypeAdapter(Items)
 # our finish reason -> why the response is incomplete; an operator's /sleep aborts what runs
 INCOMPLETE = {"max_tokens": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
 # field of the chat that constrains the answer -> ours
@@ -91,7 +100,7 @@ def routes(context: Context) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation, in items; nothing is stored."""
+        """Answer a conversation, in items."""
         return await ResponsesResponder(context, body).respond(request)
 
     @router.post("/v1/responses/input_tokens")
@@ -99,10 +108,65 @@ def routes(context: Context) -> APIRouter:
         """The tokens of the prompt that the same body of /v1/responses becomes."""
         context.begin()
         context.model_for(request.state.tenant, body.model)
-        _, _, conversation = await context.in_thread(lambda: prepare(context, body))
+        tenant = request.state.tenant.name
+        _, _, conversation = await context.in_thread(lambda: prepare(context, continued(context, body, tenant)))
         return json_response({"object": "response.input_tokens", "input_tokens": len(conversation.tokens)})
 
+    if (store := context.responses) is not None:
+        add_stored(router, store)
     return router
+
+
+def add_stored(router: APIRouter, store: ResponseStore) -> None:
+    """Add the routes of responses that are stored."""
+
+    def find(response_id: str, request: Request) -> Stored:
+        found = store.find(response_id, request.state.tenant.name)
+        if found is None:
+            raise ResponseNotFoundError(NOT_FOUND.format(shown(response_id)))
+        return found
+
+    @router.get("/v1/responses/{response_id}")
+    def get_response(response_id: str, request: Request) -> Response:
+        """A response that is stored, as it was sent."""
+        if request.query_params.get("stream", "false") == "true":
+            raise FieldError("stream", "a stored response comes whole; leave stream out")
+        return Response(find(response_id, request).body, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}")
+    def delete_response(response_id: str, request: Request) -> Response:
+        """Delete a response."""
+        find(response_id, request)
+        store.delete(response_id, request.state.tenant.name)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/v1/responses/{response_id}/cancel")
+    def cancel_response(response_id: str, request: Request) -> Response:
+        """Refused: only responses with background=true can be cancelled, and there are none."""
+        find(response_id, request)
+        raise FieldError("response_id", "this response has ended; to end one that runs, close its connection")
+
+
+def continued(context: Context, body: ResponsesRequest, tenant: str) -> ResponsesRequest:
+    """The request whose input has the items of the response that it continues, and that response's own, in front.
+
+    FieldError if there is no such response of this key.
+    """
+    if (id := body.previous_response_id) is None:
+        return body
+    if context.responses is None:
+        raise FieldError("previous_response_id", f"previous_response_id: {NOT_STORED}")
+    if (found := context.responses.find(id, tenant)) is None:
+        fault = f"previous_response_id: {NOT_FOUND.format(shown(id))}"
+        raise FieldError("previous_response_id", fault, "previous_response_not_found")
+    items = [*found.items, *json.loads(found.body)["output"], *plain_items(body)]
+    return body.model_copy(update={"input": ITEMS.validate_python(items)})
+
+
+def plain_items(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The items of a request's input, as they may be sent."""
+    items = body.model_dump(include={"input"}, by_alias=True, exclude_none=True)["input"]
+    return [{"role": "user", "content": items}] if isinstance(items, str) else list(items)
 
 
 def prepare(context: Context, body: ResponsesRequest) -> tuple[ChatRequest, ChatParsers, Conversation]:
@@ -121,13 +185,20 @@ class ResponsesResponder(Responder):
         id = new_id("resp", "_") if body.request_id is None else f"resp_{body.request_id}"
         super().__init__(context, body.model, id, is_streamed=body.stream)
         self._body, self._created = body, int(time.time())
+        self._store = None if body.store is False else context.responses
+        self._tenant = ""
         self._names = call_names(body.tools or ())
         self._items = ItemStream(self._names)
         self._finish: Finish | None = None
         self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
+    async def respond(self, request: Request) -> Response:
+        self._tenant = request.state.tenant.name
+        return await super().respond(request)
+
     def make_request(self) -> EngineRequest:
         context = self.context
+        self._body = continued(context, self._body, self._tenant)
         chat, self._parsers, conversation = prepare(context, self._body)
         self._prompt = conversation.text
         params = self._parsers.constrain(sampling_params(chat, context.config), conversation.text)
@@ -146,7 +217,7 @@ class ResponsesResponder(Responder):
         parser = self._make_parser()
         delta = self._parsers.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
-        return self._response(status, output_items(delta, logprobs, status, self._names), usage)
+        return self._stored(self._response(status, output_items(delta, logprobs, status, self._names), usage))
 
     def open(self, active: ActiveResponse) -> Iterator[bytes]:
         self._parser = self._make_parser()
@@ -167,7 +238,8 @@ class ResponsesResponder(Responder):
         assert self._finish is not None, "it is done"
         status = status_of(self._finish)
         yield from self._items.close(status)
-        yield self._items.event(f"response.{status}", response=self._response(status, self._items.done, usage))
+        response = self._stored(self._response(status, self._items.done, usage))
+        yield self._items.event(f"response.{status}", response=response)
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:
         usage = active.usage()
@@ -190,6 +262,13 @@ class ResponsesResponder(Responder):
         self._tokens.push(made[:-1] if is_hidden else made, is_last=finish is not None)
         found, num_top = self._tokens.take(delta.places), self._body.top_logprobs or 0
         return raw(chat_logprobs(self.context.tokenizer, found, num_top)["content"])
+
+    def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response that has ended, once it is stored, if it is to be."""
+        if self._store is not None:
+            body = msgspec.json.encode(response)
+            response["store"] = self._store.put(self.id, self._tenant, body, plain_items(self._body))
+        return response
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
@@ -220,8 +299,8 @@ class ResponsesResponder(Responder):
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "text": {"format": {"type": "text"}} | body.get("text", {}),
             "truncation": "disabled",
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": self._body.previous_response_id,
+            "store": self._store is not None,
         }
 
 

@@ -4,8 +4,8 @@ Any other field is refused by name.
 
     ResponsesRequest.model_validate({"input": "Hello"})
 
-Items of an answer may be sent back as they came. Nothing is stored: `store` changes nothing, and what would need a
-stored response (previous_response_id, conversation, background, item references) is refused.
+Items of an answer may be sent back as they came. Without serve.http.response_store_bytes nothing is stored: `store`
+changes nothing, and previous_response_id is refused. conversation, background and item references always are.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ Items = Annotated[
 ]
 
 
-Stored = Annotated[None, must_be_null("nothing is stored here; send the whole conversation as input")]
+NOT_STORED: LiteralString = "nothing is stored here; send the whole conversation as input"
+Stored = Annotated[None, must_be_null(NOT_STORED)]
 
 
 def refuse_auto(truncation: Any) -> Any:
@@ -272,7 +273,9 @@ class ResponsesRequest(Sampling):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     stream_options: ResponseStreamOptions | None = None
-    previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
+    previous_response_id: Id | None = Field(
+        None, description="of a stored response, which the input continues; needs serve.http.response_store_bytes"
+    )
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
     prompt: Annotated[None, must_be_null("no prompt is stored here; send instructions and input")] = None
     background: Annotated[Literal[False] | None, BeforeValidator(refuse_background)] = None

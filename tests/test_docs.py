@@ -173,6 +173,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (here / f"{name}.py").write_text(module)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "questions.jsonl").write_text('{"id": 7, "prompt": "Why?"}\n')
+    (here / "batch.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {}}\n')
     (here / "keys.txt").write_text("sesame\n")
     (here / "key").write_text("0123456789abcdef\n")
     (here / "key").chmod(0o600)
@@ -181,7 +182,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
-    for name in ("serve", "chat", "compile", "bench.job", "profile.job", "compare.job", "port.job"):
+    for name in ("serve", "batch", "chat", "compile", "bench.job", "profile.job", "compare.job", "port.job"):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)

@@ -126,7 +126,7 @@ serve.http: max_stop_sequences max_top_n_tokens best_of max_body
 serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint response_store_bytes
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
-job: a b bound bisect save_draft check num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
+job: a b bound bisect save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection reasoning tool_calls
@@ -174,21 +174,25 @@ cudagraph-capture-sizes level load-dummy enable-expert-parallel enable-dp-attent
 speculative-config num-speculative-tokens spec-decode-acceptance-length set online-quant-config dtype seed revision device
 """
 
+VLLM_FLAGS = """
+served-model-name chat-template default-chat-template-kwargs tool-calls config load-format quantization download-dir
+kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs enable-sleep-mode enable-lora lora-modules
+max-loras max-lora-rank lora-dtype generation-config override-generation-config tool-call-parser reasoning-parser
+distributed-executor-backend enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales
+use-tqdm-on-load disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
+enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
+model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role chat-template-content-format
+decode-context-parallel-size api-server-count cpu-offload-gb cpu-offload-params spec-method spec-model spec-tokens
+device-memory-utilization language-model-only enable-ep-weight-filter prefill-context-parallel-size
+"""  # of commands that answer requests
+
 COMMANDS = {  # ROCm/ATOM's -> their own flags
-    "atom.entrypoints.openai_server": """
-        host server-port served-model-name api-key chat-template default-chat-template-kwargs allowed-origins tool-calls max-queue drain-seconds
-        config load-format quantization download-dir kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs
-        enable-sleep-mode enable-tokenizer-info-endpoint enable-lora lora-modules max-loras max-lora-rank lora-dtype
-        generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
-        enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
-        disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
-        enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
-        model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
-        chat-template-content-format decode-context-parallel-size api-server-count
-        cpu-offload-gb cpu-offload-params root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
-        spec-method spec-model spec-tokens device-memory-utilization sse-keep-alive-interval log-level
-        language-model-only enable-ep-weight-filter prefill-context-parallel-size
+    "atom.entrypoints.openai_server": f"""{VLLM_FLAGS}
+        host server-port api-key allowed-origins max-queue drain-seconds enable-tokenizer-info-endpoint root-path
+        ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout sse-keep-alive-interval
+        log-level
     """,
+    "atom.entrypoints.run_batch": f"{VLLM_FLAGS} input-file output-file max-inflight",
     "atom.examples.simple_inference": "temperature",
     "atom.examples.profile_offline": "input-length output-length bs random-input",
 }
@@ -313,6 +317,7 @@ def test_the_groups_jobs_and_commands():
     assert groups == {
         "gpu": {"a100", "b200", "h100", "h200", "l4", "l40s", "mi300x", "mi355x", "rtx_4090", "rtx_5090"},
         "job": {
+            "batch",
             "bench",
             "cache",
             "chat",

@@ -108,7 +108,7 @@ def check_replicas(config: Config) -> None:
         return
     if kind == "explain":
         raise ConfigError(f"{given}: each replica is the whole model; explain one, without parallel=dp{replicas}")
-    if kind != "serve":
+    if kind not in ("serve", "batch"):
         raise ConfigError(f"{given}: job={kind} opens one model; leave it out, or write job=serve")
 
 

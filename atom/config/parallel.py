@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from atom.config.schema import Config, MLPConfig, ModelConfig, ParallelConfig, TorchrunConfig
 from atom.errors import ConfigError, UnsupportedError, one_line
 
-ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
+ENGINE_JOBS = ("serve", "batch", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
 WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
 MAX_MASTER_PORT = 65534  # the driver listens at the next one

@@ -684,7 +684,7 @@ class HTTPConfig:
     root_path: str = ""  # path in front of all routes, as /llm, if a proxy serves other programs too
     ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
     ssl_keyfile: str | None = None  # PEM file of the private key of HTTPS; null: it is in ssl_certfile
-    served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
+    served_model_name: list[str] | None = of("serve batch", None)  # the model in requests; null: as the checkpoint
     api_keys: str | None = None  # keys, separated by commas, or @FILE of lines or YAML; null: requests need none
     public_keys: str | None = None  # @FILE with Ed25519 keys of clients that sign their requests; null: none does
     signature_seconds: float = number(300.0, 0, above=True)  # seconds after its creation for which a signature is valid
@@ -692,16 +692,16 @@ class HTTPConfig:
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
     log: str = one_of("auto", "json", "text")  # format of lines on stderr; auto: text on a terminal, else JSON
     log_level: str = one_of("info", "warning", "error")  # level from which lines are written; requests are info
-    chat_template: str | None = None  # file of a chat template that replaces the checkpoint's
-    chat_template_kwargs: Any = None  # mapping of template variables; a request can override them
-    tool_calls: str | None = "auto"  # format: auto, by chat template, else model file; none, a name or a YAML file
+    chat_template: str | None = of("serve batch", None)  # file of a chat template that replaces the checkpoint's
+    chat_template_kwargs: Any = of("serve batch", None)  # mapping of template variables; a request can override them
+    tool_calls: str | None = of("serve batch", "auto")  # auto: by chat template, else model; none, a name, a YAML file
     max_queue: int = number(1024, 1, INT32)  # requests that may wait for each engine; further ones get 429
-    max_input_length: int | None = number(None, 1, INT32)  # tokens of a prompt; null: what max_total_tokens leaves
-    max_total_tokens: int | None = number(None, 1, INT32)  # tokens of prompt and answer; null: max_model_len
-    max_stop_sequences: int = number(16, 0, INT32)  # stop strings of a request
-    max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
-    best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
-    max_body: int = number(32 << 20, 1, MAX_BYTES)  # bytes of a request's body
+    max_input_length: int | None = of("serve batch", number(None, 1, INT32))  # of a prompt; null: from max_total_tokens
+    max_total_tokens: int | None = of("serve batch", number(None, 1, INT32))  # prompt and answer; null: max_model_len
+    max_stop_sequences: int = of("serve batch", number(16, 0, INT32))  # stop strings of a request
+    max_top_n_tokens: int = of("serve batch", number(20, 0, 20))  # logprobs that a request may ask for at each token
+    best_of: int = of("serve batch", number(16, 1, 128))  # answers that a request may ask for, n included
+    max_body: int = of("serve batch", number(32 << 20, 1, MAX_BYTES))  # bytes of a request's body
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
@@ -779,13 +779,13 @@ class TorchrunConfig:
 class AdvancedConfig:
     """Fields that few set by hand: limits and time-outs of the server, values from systemd and torchrun."""
 
-    max_values: int = of("serve", number(1_000_000, 1000, INT32))  # numbers, texts, lists and objects in a body
-    max_items: int = of("serve", number(100_000, 1000, INT32))  # texts, names of fields, lists and objects in a body
+    max_values: int = of("serve batch", number(1_000_000, 1000, INT32))  # numbers, texts, lists and objects in a body
+    max_items: int = of("serve batch", number(100_000, 1000, INT32))  # texts, names, lists and objects in a body
     max_header: int = of("serve", number(64 << 10, 1024, INT32))  # bytes of a request's head
     read_seconds: float = of("serve", number(30.0, 0, above=True))  # seconds for a request to arrive
     write_seconds: float = of("serve", number(60.0, 0, above=True))  # seconds for a client to read what was sent
     comment_seconds: float = of("serve", number(15.0, 0, above=True))  # seconds before a silent stream gets a comment
-    heartbeat_seconds: float = of("serve", number(60.0, 0.5))  # seconds without a sign of life: an engine is hung
+    heartbeat_seconds: float = of("serve batch", number(60.0, 0.5))  # seconds without a sign of life: an engine is hung
     notify_socket: str | None = of("serve", None)  # systemd's socket for READY=1 and STOPPING=1; null: none
     listen_fds: int = of("serve", number(0, 0, INT32))  # sockets that systemd passes, at most one; 0: none
     listen_pid: int = of("serve", number(0, 0, INT32))  # process to which systemd passes them
@@ -798,7 +798,7 @@ class JobConfig:
     output: str = of(
         "generate explain compile cache bench profile recipe compare port", one_of(*OUTPUTS)
     )  # html: a page
-    output_file: str | None = of("generate", None)  # append an object for each answer to this file; null: stdout
+    output_file: str | None = of("generate", None, also="batch")  # append an object for each answer to it; null: stdout
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
@@ -806,13 +806,14 @@ class JobConfig:
     save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
-    graph: str | None = of("serve generate chat explain compile bench profile compare", None)  # run this text instead
+    graph: str | None = of("serve batch generate chat explain compile bench profile compare", None)  # run this text
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     a: str = of("compare", "")  # overrides of the first side, added to the others
     b: str = of("compare", "")  # overrides of the second side; transformers: that library, in float32
     bound: float | None = of("compare", number(None, 0, above=True))  # error allowed; null: by dtype and format
     bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # the smallest change that mends it
+    max_inflight: int | None = of("batch", number(None, 1, INT32))  # lines at once; null: 2 max_num_seqs, 1024 or more
     save_draft: str | None = of("port", None)  # write the draft of a model file here; null: to stdout
     check: bool = of("port", False)  # compare a tiny random model of the family with transformers
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
@@ -866,7 +867,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
-    sampling: SamplingConfig = of("serve generate chat bench profile", field(default_factory=SamplingConfig))
+    sampling: SamplingConfig = of("serve batch generate chat bench profile", field(default_factory=SamplingConfig))
     advanced: AdvancedConfig = field(default_factory=AdvancedConfig)
     checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     revision: str | None = None  # of a hub id
@@ -877,7 +878,7 @@ class Config:
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
     tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache
     load_dummy: bool = False  # random weights: only config.json is read
-    prompts: Any = of("generate", None, also="compare")  # a prompt, a list of prompts, @FILE, or null for stdin
+    prompts: Any = of("generate", None, also="batch compare")  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load

@@ -42,8 +42,9 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
 
 
 def jobs_of(key: str) -> Jobs | None:
-    """The jobs that a key is for; None if it is for all jobs, or does not exist."""
-    return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
+    """The jobs that a key is for, a field's own before its block's; None: for all jobs, or it does not exist."""
+    found = [each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata]
+    return found[-1] if found else None
 
 
 @functools.cache

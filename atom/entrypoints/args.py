@@ -70,10 +70,11 @@ GROUPS = {
     **dict.fromkeys(("serve.method", "serve.draft_model", "serve.num_speculative", "serve.acceptance"), "drafts"),
     **dict.fromkeys(("serve.http.tool_calls", "serve.http.max_top_n_tokens"), "answers and embeddings"),
     **dict.fromkeys(("serve.http.", "advanced."), "server"),
+    **dict.fromkeys(("prompts", "job."), "files"),
     **dict.fromkeys(("serve.", "device", "seed", "level"), "engine"),
 }
 UNCHANGED = "taken as vLLM has them, with no effect here"
-TITLES = ("model", "engine", "several devices", "drafts", "answers and embeddings", "server", UNCHANGED)
+TITLES = ("files", "model", "engine", "several devices", "drafts", "answers and embeddings", "server", UNCHANGED)
 
 # field of vLLM's --speculative-config -> ours
 SPECULATIVE = {

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from atom.cli import run
 from atom.config.spelling import override
-from atom.config.typed_json import read_object
-from atom.entrypoints.args import BOTH, ROCM, flag, json_text, run_command
-from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
+from atom.entrypoints.args import ROCM, flag, run_command
+from atom.entrypoints.request_args import RequestArgs
+from atom.entrypoints.vllm_args import VLLMParser, vllm_flag
 
 # ROCm/ATOM's default of max_tokens; and as there and in vLLM, the port opens when ready: scripts wait for that
 DEFAULTS = ["sampling.max_tokens=256", "serve.http.listen_when_ready=true"]
@@ -28,13 +28,8 @@ def write_keys(keys: Sequence[str]) -> list[str]:
     return [override("serve.http.api_keys", ",".join(keys))]
 
 
-def write_template_kwargs(text: str) -> list[str]:
-    name = f"--default-chat-template-kwargs={text}"
-    return [override("serve.http.chat_template_kwargs", read_object(name, text))]
-
-
 @dataclass
-class ServerArgs(VLLMArgs):
+class ServerArgs(RequestArgs):
     """The values of the flags; None for a flag that was not given."""
 
     host: str | None = flag("serve.http.host", "address to listen on")
@@ -47,23 +42,11 @@ class ServerArgs(VLLMArgs):
     )
     ssl_certfile: str | None = vllm_flag("serve.http.ssl_certfile", "of HTTPS: a PEM file of certificates", null="HTTP")
     ssl_keyfile: str | None = vllm_flag("serve.http.ssl_keyfile", "its key, unless that is in the same file")
-    served_model_name: tuple[str, ...] | None = vllm_flag(
-        "serve.http.served_model_name", "what requests may call the model", null="the checkpoint's name", of=BOTH
-    )
     api_key: tuple[str, ...] | None = vllm_flag(
         "serve.http.api_keys",
         "keys, also separated by commas, or @FILE with one a line",
         null="$ATOM_API_KEYS, $VLLM_API_KEY",
         write=write_keys,
-    )
-    chat_template: str | None = vllm_flag(
-        "serve.http.chat_template", "a file with a jinja template", null="the checkpoint's", of=BOTH
-    )
-    default_chat_template_kwargs: str | None = flag(
-        "serve.http.chat_template_kwargs",
-        "JSON of variables of the template, under a request's own chat_template_kwargs",
-        read=json_text,
-        write=write_template_kwargs,
     )
     allowed_origins: tuple[str, ...] | None = vllm_flag("serve.http.cors", "whose pages may read answers; '*': all")
     max_num_queued_reqs: int | None = vllm_flag("serve.http.max_queue", "the same as --max-queue")
@@ -79,9 +62,6 @@ class ServerArgs(VLLMArgs):
     )
     enable_tokenizer_info_endpoint: bool | None = vllm_flag(
         "serve.http.enable_tokenizer_info_endpoint", "serve /tokenizer_info: special tokens and the chat template"
-    )
-    tool_calls: str | None = flag(
-        "serve.http.tool_calls", "their format: auto, none, a name in conf/tool_calls, or a YAML file", of=()
     )
     max_queue: int | None = flag("serve.http.max_queue", "requests that wait; more are answered 429", of=())
     drain_seconds: float | None = flag("serve.http.drain_seconds", "for running requests to end after SIGTERM", of=())

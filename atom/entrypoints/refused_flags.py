@@ -41,6 +41,8 @@ VLLM_REFUSED = {
         quantization-config""",
     "every quantization that is read may be used; leave it out": "allow-deprecated-quantization",
     "a model is a YAML file: see docs/extend.md": "model-class-overrides",
+    "a batch opens no port; leave it out": "enable-metrics",
+    "results are written to the file of -o as they come; leave it out": "output-tmp-dir",
     "set the environment's HF_TOKEN": "hf-token",
     "set the environment's CUDA_VISIBLE_DEVICES": "device-ids",
     "start the command under numactl": "numa-bind numa-bind-nodes numa-bind-cpus",

@@ -1,7 +1,8 @@
 """Find the job that overrides name, or that their fields imply.
 
 named_job(["job=chat"])                        # "chat"
-implied_job(keys_of(["job.stage=fuse_qkv"]))   # "explain"
+implied_job(["job.stage=fuse_qkv"])            # "explain"
+implied_job(["prompts=@batch.jsonl"])          # "batch" if that file's lines are OpenAI's, else "generate"
 find_job(["recipe=demo"])                      # "generate", as its prompts imply
 
 The schema says which jobs a field is for. Nothing here imports Hydra or torch.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from atom.config.schema import Jobs
 from atom.config.schema_keys import jobs_of
 from atom.config.spelling import ALIASES
 from atom.errors import ConfigError
+from atom.jobs.prompt_file import is_batch
 
 DEFAULT = "serve"  # of conf/config.yaml
 
@@ -24,7 +27,7 @@ def find_job(overrides: Sequence[str]) -> str | None:
     """The job of these overrides; None if that is a mistake, or is said elsewhere than in files of this machine."""
     try:
         for texts in (overrides, open_recipes(overrides)):
-            if (job := named_job(texts) or implied_job(keys_of(texts))) is not None:
+            if (job := named_job(texts) or implied_job(texts)) is not None:
                 return job
     except (ConfigError, FileNotFoundError):
         return None
@@ -49,14 +52,22 @@ def named_job(overrides: Iterable[str]) -> str | None:
     return named[-1] if named else None
 
 
-def implied_job(keys: Iterable[str]) -> str | None:
-    """The job that fields imply; ConfigError if they imply two."""
-    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.implied is not None]
+def implied_job(overrides: Iterable[str]) -> str | None:
+    """The job that the fields of overrides imply; ConfigError if they imply two."""
+    texts = list(overrides)
+    own = [(key, jobs) for key, jobs in own_fields(keys_of(texts)) if jobs.implied is not None]
     only = {jobs.implied: key for key, jobs in own if len(jobs.names) == 1}
     if len(only) > 1:
         (one, key), (other, further) = list(only.items())[:2]
         raise ConfigError(f"{key} is a field of job={one}, {further} of job={other}: a run does one job, leave one out")
-    return next(iter(only), own[0][1].implied if own else None)
+    implied = next(iter(only), own[0][1].implied if own else None)
+    return "batch" if implied == "generate" and any(map(names_batch, texts)) else implied
+
+
+def names_batch(override: str) -> bool:
+    """Whether an override has a file of OpenAI's batch lines for its prompts."""
+    match = re.fullmatch(r"prompts=(['\"]?)@(.+)\1", override)
+    return match is not None and is_batch(Path(match[2]))
 
 
 def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:

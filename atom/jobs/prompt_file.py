@@ -65,6 +65,19 @@ def read_prompts(prompts: Any, *, is_chat: bool = False) -> list[Entry]:
     return [_make_entry(where, value, is_chat) for where, value in given]
 
 
+def is_batch(path: Path) -> bool:
+    """Whether a file's first line is one of OpenAI's batches."""
+    if not path.is_file():  # a pipe can be read only once
+        return False
+    try:
+        with path.open("rb") as file:
+            first = next((line for line in file if line.strip()), b"")
+    except OSError:
+        return False
+    value = _read_json(first.decode("utf-8-sig", "replace"))
+    return isinstance(value, dict) and value.keys() >= BATCH_FIELDS
+
+
 def without_answered(entries: Sequence[Entry], path: Path, num_answers: int) -> list[Entry]:
     """The entries for which a file has no num_answers answers yet. A last line that was cut off leaves the file.
 
@@ -121,8 +134,8 @@ def _make_entry(where: str, value: Any, is_chat: bool) -> Entry:
         return Entry(where, value, {"prompt": value})
     if value.keys() >= BATCH_FIELDS:
         raise ConfigError(
-            f"{where} is an OpenAI batch request (custom_id, method, url, body), which is not supported; "
-            'give the body\'s "messages" or "prompt" as an object, with an "id" if you like'
+            f"{where} is a line of an OpenAI batch (custom_id, method, url, body); answer it with job=batch, "
+            "and leave out what else is for job=generate"
         )
     if ("prompt" in value) == ("messages" in value):
         which = 'both "prompt" and' if "prompt" in value else 'neither "prompt" nor'

@@ -24,17 +24,19 @@ from atom.jobs.kind import implied_job, keys_of, named_job, own_fields
 
 WITH_PAGE = ("explain", "bench", "profile", "compare")  # for job.output=html
 # modules with `run(config)`
-JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare", "port")
+JOBS = (
+    "serve", "batch", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare",
+    "port",
+)  # fmt: skip
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
     """Add the job to overrides that name none: the one that a field of theirs implies."""
     recipes = [text for text in overrides if text.lstrip("+").startswith("recipe=")]
     for texts in (overrides, rewrite(recipes, config_dirs=dirs)):
-        keys = keys_of(texts)
-        if "job" in keys:
+        if "job" in keys_of(texts):
             break
-        if job := implied_job(keys):
+        if job := implied_job(texts):
             return [f"job={job}", *overrides]
     return list(overrides)
 

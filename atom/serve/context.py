@@ -31,7 +31,7 @@ from atom.serve.ops.traces import open_traces
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
-TEMPLATE_SECONDS = 10.0  # after which a chat is refused
+TEMPLATE_SECONDS = 10.0  # after which a server refuses a chat
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
 ANY_MODEL = ("default", "dummy", "local-model", "tgi")  # what clients of servers with one model call it
 OWN_VARIABLES = {  # of each request, or names that the rendering of chats has itself
@@ -44,8 +44,13 @@ T = TypeVar("T")
 
 
 class Context:
-    def __init__(self, config: Config, engines: Replicas, metrics: Metrics) -> None:
-        """ConfigError if traces cannot be sent, or responses not stored."""
+    def __init__(
+        self, config: Config, engines: Replicas, metrics: Metrics, prepare_seconds: float | None = None
+    ) -> None:
+        """ConfigError if traces cannot be sent, or responses not stored.
+
+        prepare_seconds: of a request, the wait for a thread included
+        """
         self.config = config
         self.engines = engines
         self.metrics = metrics
@@ -58,6 +63,7 @@ class Context:
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
+        self._prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
         self._logged: set[str] = set()  # what `log_once` has logged
 
@@ -142,9 +148,9 @@ class Context:
         """Run slow work in a thread. RequestError if it takes too long."""
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), TEMPLATE_SECONDS)
+            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), self._prepare_seconds)
         except TimeoutError:
-            raise RequestError(f"the request took more than {TEMPLATE_SECONDS:g} s to prepare") from None
+            raise RequestError(f"the request took more than {self._prepare_seconds:g} s to prepare") from None
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -22,30 +22,17 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 import atom
-from atom.checkpoint import Tokenizer
 from atom.config import Config, HTTPConfig
-from atom.config.checkpoint import open_for
-from atom.errors import (
-    ArtifactError,
-    AtomError,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    PassError,
-    UnsupportedError,
-)
+from atom.errors import AtomError, ConfigError
 from atom.process.gc_utils import settle
 from atom.serve.app import create_app
 from atom.serve.auth.tenants import read_tenants
@@ -55,10 +42,10 @@ from atom.serve.engine.events import wait_for_any
 from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http.protocol import limited_protocol
+from atom.serve.loading import load_error, open_tokenizer
 from atom.serve.ops import log
 from atom.serve.ops.metrics import Metrics
 from atom.serve.ops.systemd import adopt, notify
-from atom.serve.output.parsers import prepare_chats
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines
@@ -67,9 +54,6 @@ POLL_SECONDS = 0.02
 END_SECONDS = 5.0  # for connections to close, and for the engines' processes to end and the last spans to be sent
 BACKLOG = 2048  # connections that wait to be accepted
 MAX_FILES = 1 << 16  # connections and files that a process may have open, if the system allows so many
-KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
-ERRORS = {each.__name__: each for each in KNOWN}
-CANNOT_LOAD = 2  # the exit code if the next start would fail in the same way
 
 
 def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], http: HTTPConfig) -> int:
@@ -157,8 +141,7 @@ class Server:
         serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()
-            # a daemon thread: it may be downloading when the server ends
-            threading.Thread(target=self._open_tokenizer, args=(loop,), name="tokenizer", daemon=True).start()
+            open_tokenizer(self._context, self._template, self._fail)
             announcing = asyncio.create_task(self._announce())
             await self._watch()
             announcing.cancel()
@@ -175,7 +158,7 @@ class Server:
         if self._fault is not None:
             raise self._fault
         if not self._signals and not self._is_idle and not self._engines.ready.is_set():
-            raise self._load_error(engine_end)
+            raise load_error(self._engines, engine_end)
         LOG.info("ended", extra={"fields": {"engine": engine_end}})
         return self._code
 
@@ -213,16 +196,6 @@ class Server:
                 break
             await asyncio.sleep(POLL_SECONDS)
         return await self._engines.end()
-
-    def _load_error(self, engine_end: str) -> AtomError:
-        failed = next((each.client.error for each in self._engines if each.client.error is not None), None)
-        if failed is None:
-            return EngineDeadError(f"{self._engines.reason} while it loaded ({engine_end})")
-        if failed.kind not in ERRORS:
-            return AtomError(f"{failed.kind}: {failed.error}")
-        error = ERRORS[failed.kind](failed.error)
-        error.exit_code = CANNOT_LOAD
-        return error
 
     @property
     def _port(self) -> int:
@@ -308,28 +281,6 @@ class Server:
             assert self._uvicorn.config.ssl is not None, "it has a certificate"
             self._uvicorn.config.ssl.load_cert_chain(http.ssl_certfile, http.ssl_keyfile)  # of new connections
         LOG.info("reloaded", extra={"fields": {"keys": [each.name for each in tenants]}})
-
-    def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tokenizer and prepare chats while the engines load the weights; faults of either end the server."""
-        try:
-            checkpoint = open_for(self._config, self._context.progress, weights=False)
-            try:
-                tokenizer = checkpoint.tokenizer(trust_remote_code=self._config.trust_remote_code)
-            finally:
-                checkpoint.close()
-            if tokenizer is not None and self._template is not None:
-                tokenizer = tokenizer.with_template(self._template)
-            if tokenizer is not None:
-                prepare_chats(self._config, tokenizer)
-            report = partial(self._set_tokenizer, tokenizer)
-        except Exception as error:
-            report = partial(self._fail, error)
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(report)
-
-    def _set_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        self._context.tokenizer = tokenizer
-        self._context.has_tokenizer.set()
 
     def _fail(self, error: Exception) -> None:
         self._fault = error

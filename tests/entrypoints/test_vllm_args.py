@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from entrypoints import rocm_flags
-from entrypoints.vllm_flags import ADDED, FLAGS
+from entrypoints.vllm_flags import ADDED, BATCH, FLAGS
 from vllm_sources import sources, tree, version
 
 from atom.config import Config
@@ -21,6 +21,7 @@ from atom.entrypoints import openai_server
 from atom.entrypoints.args import ROCM, EngineArgs, Parser
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused, with_dashes
+from atom.entrypoints.run_batch import BatchArgs
 from atom.entrypoints.vllm_args import VLLMParser
 from atom.errors import ConfigError, UnsupportedError
 
@@ -254,6 +255,8 @@ def find_unanswered(names: Iterable[str]) -> list[str]:
 def test_every_flag_of_vllm_is_taken_or_refused():
     assert find_unanswered(["seed", "no-such", "-xx", "watermark"]) == ["no-such", "-xx"]
     assert find_unanswered((FLAGS + ADDED).split()) == []
+    of_server = find_unanswered(BATCH.split())
+    assert set(of_server) == {name.replace("_", "-") for name, _, _ in BatchArgs.flags()} & set(BATCH.split())
 
 
 def test_every_flag_of_rocm_atom_is_taken_or_refused():

@@ -74,3 +74,5 @@ reasoning-effort-map replayssm-buffer-len return-sampling-mask sleep-mode-backen
 sleep-preserve-parameter-names sparse-indexer-topk-backend sse-keep-alive-interval swa-bounded-replay
 tool-strict-level trust-request-mm-kwargs use-replayssm video-pruning-method watchdog-config watermark-config
 """  # in 0.27 to 0.33
+
+BATCH = "input-file output-file output-tmp-dir max-inflight enable-metrics"  # of `vllm run-batch` only

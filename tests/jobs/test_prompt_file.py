@@ -68,7 +68,11 @@ BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "bod
         ('{"prompt": "a", "text": "b"}', False, "has the field text, which its answer has too; rename it"),
         ('{"prompt": "a"', False, "begins like an object and is not valid JSON"),
         ('{ "prompt": "a", }', False, "begins like an object and is not valid JSON"),
-        (json.dumps(BATCH), True, "is an OpenAI batch request (custom_id, method, url, body), which is not supported"),
+        (
+            json.dumps(BATCH),
+            True,
+            "is a line of an OpenAI batch (custom_id, method, url, body); answer it with job=batch",
+        ),
     ],
 )
 def test_other_lines_are_refused_by_their_number(line: str, is_chat: bool, why: str, tmp_path: Path):

@@ -17,6 +17,7 @@ from atom.config.schema_keys import jobs_of, keys
 from atom.errors import ConfigError
 from atom.jobs import generate
 from atom.jobs.bench import job as bench
+from atom.jobs.kind import find_job
 from atom.jobs.start import JOBS, check_objective, choose_job, load_job
 
 
@@ -50,16 +51,16 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
     ("typed", "message"),
     [
         (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, and this is job=cache: leave"),
-        (["job=cache", "prompts=hi"], "prompts is a field of job=generate, compare, and this is job=cache: leave it out, or write job=generate"),
+        (["job=cache", "prompts=hi"], "prompts is a field of job=generate, batch, compare, and this is job=cache: leave it out, or write job=generate"),
         (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, compare, port, and"),
         (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, and this is job=serve"),
         (["job=bench", "job.num_steps=4"], "job.num_steps is a field of job=profile, and this is job=bench"),
-        (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, generate,"),
-        (["job=explain", "sampling.top_k=3"], "sampling.top_k is a field of job=serve, generate, chat, bench, profile, and"),
+        (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, batch, generate,"),
+        (["job=explain", "sampling.top_k=3"], "sampling.top_k is a field of job=serve, batch, generate, chat, bench, profile, and"),
         (["job=generate", "serve.http={port: 3}"], "serve.http is a field of job=serve, and this is job=generate"),
         (["job=explain", "job.import=x"], "job.import is a field of job=cache, and this is job=explain"),
-        (["recipe=smollm2_greedy", "job=explain", "prompts=hi"], "prompts is a field of job=generate, compare, and this is"),
-        (["job.gpu=h200", "prompts=hi"], "prompts is a field of job=generate, compare, and this is job=explain"),
+        (["recipe=smollm2_greedy", "job=explain", "prompts=hi"], "prompts is a field of job=generate, batch, compare,"),
+        (["job.gpu=h200", "prompts=hi"], "prompts is a field of job=generate, batch, compare, and this is job=explain"),
         (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is the number by which -m compares jobs: add -m"),
     ],
 )  # fmt: skip
@@ -67,6 +68,18 @@ def test_a_field_of_another_job_is_refused_by_name(typed: list[str], message: st
     with pytest.raises(ConfigError) as error:
         load_job(choose_job(typed))
     assert str(error.value).startswith(message)
+
+
+def test_a_file_of_openais_batch_lines_implies_its_job(tmp_path: Path):
+    batch, prompts = tmp_path / "batch.jsonl", tmp_path / "prompts.jsonl"
+    batch.write_text('\n{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"input": "Hi"}}\n')
+    prompts.write_text('{"prompt": "Hi"}\n')
+    for quote in ("", "'", '"'):
+        typed = [f"prompts={quote}@{batch}{quote}", "serve.http.tool_calls=none", "job.output_file=out"]
+        assert load_job(choose_job(typed)).job.kind == find_job(typed) == "batch"
+    assert find_job([f"prompts=@{prompts}"]) == find_job([f"prompts=@{tmp_path}/none"]) == "generate"
+    assert find_job([f"prompts=@{batch}", "job=generate"]) == "generate"
+    assert find_job(["job.max_inflight=3", f"prompts=@{prompts}"]) == "batch"
 
 
 def test_a_job_of_the_users_own_has_the_fields_of_its_kind(tmp_path: Path):

@@ -1,0 +1,1 @@
+"""Answer files of OpenAI's batch lines with the server's own routes, without a socket."""

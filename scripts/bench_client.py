@@ -96,7 +96,7 @@ async def run_client(url: str, streams: int, tokens: int) -> dict[str, float]:
         await send(replace(requests[0], output_len=2))  # wait until the stub serves
         with untracked_past():
             cpu = time.process_time()
-            outputs, seconds = await send_all(requests, send, [0.0] * streams)
+            outputs, seconds = await send_all([[each] for each in requests], send, [0.0] * streams)
             cpu = time.process_time() - cpu
     assert all(each.success and each.output_tokens == tokens for each in outputs), outputs[0].error
     gaps = numpy.asarray([each.itl for each in outputs]) * 1000

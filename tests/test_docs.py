@@ -179,6 +179,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (here / "key").chmod(0o600)
     turns = [{"value": "What is it, and why is it so?"}, {"value": "It is what it is, and nobody knows."}]
     (here / "ShareGPT.json").write_text(json.dumps([{"conversations": turns}] * 200))
+    (here / "toolagent_trace.jsonl").write_text('{"input_length": 9, "output_length": 4}\n')
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))

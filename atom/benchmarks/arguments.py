@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS
-from atom.benchmarks.benchmark_utils import FlagParser, UsageError, count_int, positive_float, positive_int
+from atom.benchmarks.benchmark_utils import (
+    FlagParser,
+    UsageError,
+    count_int,
+    nonnegative_float,
+    positive_float,
+    positive_int,
+)
 from atom.measurement.metrics import METRICS
 
 ENDPOINTS = {
@@ -28,25 +35,31 @@ ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tenso
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
 NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
-SYNTHETIC = ("random", "prefix_repetition")  # need no file, and no tokenizer if token ids are sent
+RETURN_IDS = ("vllm",)  # send an answer's token ids if asked to, which the next turn's prompt repeats
+SYNTHETIC = ("random", "prefix_repetition", "multi-turn")  # need no file, and no tokenizer if token ids are sent
 DATASETS = (*SYNTHETIC, "sharegpt", "sonnet", "burstgpt", "hf", "custom")
 SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
 OTHER_FIELDS = ("tgi", "tensorrt-llm", "deepspeed-mii")  # backends with other fields than OpenAI's
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")  # of each request
+# of each request
+DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors", "turns")
 RAMP_UP = ("ramp_up_start_rps", "ramp_up_end_rps")
 
 
-OF_VLLM = {  # flags that `vllm bench serve` has -> what to do instead
+OF_VLLM = {  # flags that `vllm bench serve` or its benchmarks/multi_turn has -> what to do instead
     "--append-result": "each run writes a file of its own, and atom.benchmarks.compare reads folders of them",
     "--custom-skip-chat-template": "leave it out: prompts are put into a template only with --use-chat-template",
     "--disable-shuffle": "prompts of a file are always shuffled, by --seed",
     "--endpoint-type": "this is --backend",
     "--header": "only a bearer token is sent, OPENAI_API_KEY of the environment",
+    "--input-file": "write --dataset-name multi-turn, and a trace as its --dataset-path",
     "--input-len": "write --random-input-len or --sonnet-input-len",
     "--insecure": "certificates are checked; SSL_CERT_FILE of the environment names your own",
     "--logprobs": """write --extra-body '{"logprobs": N}'""",
     "--lora-modules": "write the adapter's name as --served-model-name",
+    "--max-active-conversations": "write --max-concurrency",
+    "--max-turns": "write --multi-turn-turns",
     "--no-oversample": "leave it out: no prompt of a file is sent twice",
+    "--num-clients": "write --max-concurrency: a client has one conversation under way",
     "--output-len": "write --random-output-len, --sonnet-output-len, --sharegpt-output-len or --custom-output-len",
     "--plot-dataset-stats": "there is no such plot; --save-detailed keeps the lengths of each request",
     "--plot-timeline": "there is no such plot; --save-detailed keeps the times of each request",
@@ -71,13 +84,22 @@ def make_parser() -> FlagParser:
     add("--host", default="127.0.0.1", help="the server's host")
     add("--port", type=positive_int, default=8000, help="the server's port")
     add("--endpoint", help="the path that requests are sent to; by default the backend's own")
-    add("--num-prompts", type=positive_int, default=1000, help="requests to send")
-    add("--request-rate", type=positive_float, default=math.inf, help="requests a second; inf sends all at once")
+    add("--num-prompts", type=positive_int, default=1000, help="requests to send; of multi-turn, conversations")
+    add(
+        "--request-rate",
+        type=positive_float,
+        default=math.inf,
+        help="requests a second, conversations of multi-turn; inf sends all at once, or by a trace's times",
+    )
     add("--burstiness", type=positive_float, default=1.0, help="1: Poisson arrivals; less: in bursts; more: even")
     add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow from request to request")
     add("--ramp-up-start-rps", type=positive_float, help="requests a second at the start")
     add("--ramp-up-end-rps", type=positive_float, help="requests a second at the end")
-    add("--max-concurrency", type=positive_int, help="requests under way at most; by default any number")
+    add(
+        "--max-concurrency",
+        type=positive_int,
+        help="requests under way at most, conversations of multi-turn; by default any number",
+    )
     add("--num-warmups", type=count_int, default=1, help="requests before those that count")
     add("--ready-check-timeout-sec", type=count_int, default=0, help="seconds to wait for the server to answer")
     add("--request-id-prefix", help="send x-request-id: this text and the request's number, from 0")
@@ -89,16 +111,34 @@ def make_parser() -> FlagParser:
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add("--dataset-name", default="sharegpt", choices=DATASETS, help="where prompts come from")
-    add("--dataset-path", help="its file; of hf a hub id, folder or file")
+    add(
+        "--dataset-path",
+        help="its file; of hf a hub id, folder or file; of multi-turn a trace in Mooncake's format, or none",
+    )
     add("--use-chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--random-input-len", type=positive_int, default=1024, help="tokens of a prompt")
     add("--random-output-len", type=positive_int, default=128, help="tokens of an answer")
-    add("--random-range-ratio", type=float, default=1.0, help="lengths are uniform from this share of them up to them")
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=1.0,
+        help="lengths are uniform from this share of them up to them; of multi-turn, too",
+    )
     add("--random-prefix-len", type=count_int, default=0, help="tokens before the prompt that all requests share")
     add("--prefix-repetition-prefix-len", type=positive_int, default=256, help="tokens that some prompts share")
     add("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens of each prompt's own")
     add("--prefix-repetition-num-prefixes", type=positive_int, default=10, help="prefixes, of equally many prompts")
     add("--prefix-repetition-output-len", type=positive_int, default=128, help="tokens of an answer")
+    add("--multi-turn-turns", type=positive_int, default=6, help="turns of a conversation")
+    add("--multi-turn-shared-len", type=count_int, default=2000, help="tokens that all conversations begin with")
+    add("--multi-turn-new-len", type=positive_int, default=1500, help="tokens that a turn adds to what was said")
+    add("--multi-turn-output-len", type=positive_int, default=100, help="tokens of an answer")
+    add(
+        "--multi-turn-think-time",
+        type=nonnegative_float,
+        default=0.0,
+        help="seconds on average, exponentially distributed, from an answer to the next turn",
+    )
     add("--sharegpt-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
     add("--custom-output-len", type=positive_int, default=256, help="tokens of an answer")
     add("--sonnet-input-len", type=positive_int, default=550, help="tokens of a prompt")
@@ -180,11 +220,14 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if math.isinf(args.burstiness):
         raise UsageError("--burstiness inf: give a number")
     if args.dataset_name not in SYNTHETIC and not args.dataset_path:
-        needless = " and ".join(SYNTHETIC)
-        raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; {needless} need no file")
-    if args.dataset_name not in (*SYNTHETIC, "hf") and not Path(args.dataset_path).is_file():
+        needless = ", ".join(SYNTHETIC)
+        raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; these need none: {needless}")
+    is_trace = args.dataset_name == "multi-turn" and args.dataset_path
+    if (is_trace or args.dataset_name not in (*SYNTHETIC, "hf")) and not Path(args.dataset_path).is_file():
         is_read = f"{args.dataset_name} is read from one on this disk"
         raise UsageError(f"--dataset-path {args.dataset_path}: no such file; {is_read}")
+    if args.dataset_name == "multi-turn" and args.use_chat_template:
+        raise UsageError("--use-chat-template: a conversation of messages is what --backend openai-chat sends")
     num_prefixes = args.prefix_repetition_num_prefixes
     if args.dataset_name == "prefix_repetition" and num_prefixes > args.num_prompts:
         raise UsageError(f"--prefix-repetition-num-prefixes {num_prefixes}: there are only {args.num_prompts} prompts")

@@ -11,10 +11,11 @@ output's `error`; nothing is raised.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,16 +30,43 @@ if TYPE_CHECKING:
 ERROR_LENGTH = 500  # characters of a server's answer that an error quotes
 
 
+Prompt = str | list[int]  # text, or token ids if the protocol takes them
+
+
+class Exchange(NamedTuple):
+    """A turn of a conversation that was answered."""
+
+    prompt: Prompt
+    answer: Prompt
+
+
 @dataclass(slots=True)
 class RequestFuncInput:
-    prompt: str | list[int]  # text, or token ids if the protocol takes them
+    """A turn of a conversation, and what was said before it."""
+
+    prompt: Prompt  # of this turn
     api_url: str
-    prompt_len: int  # tokens, as we count them
+    prompt_len: int  # tokens, as we count them; with the history, once it is known
     output_len: int  # tokens asked for
     model: str
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # fields that replace or follow the protocol's
     id: str = ""  # sent as x-request-id; empty: the server makes one
+    delay: float = 0.0  # seconds from the answer before it; of a first turn, from its arrival
+    return_token_ids: bool = False  # ask for the answer's token ids, which the next turn's prompt repeats
+    history: tuple[Exchange, ...] = ()
+
+    def after(self, before: RequestFuncInput, output: RequestFuncOutput) -> RequestFuncInput:
+        """This turn with the history that the one before it and the answer to that make."""
+        answer = output.token_ids if isinstance(before.prompt, list) else output.generated_text
+        history = (*before.history, Exchange(before.prompt, answer))
+        num_said = output.prompt_len + (before.output_len if output.output_tokens is None else output.output_tokens)
+        return replace(self, history=history, prompt_len=num_said + self.prompt_len)
+
+    def joined(self) -> Prompt:
+        """The history and the prompt in one."""
+        parts: list[Any] = [*itertools.chain.from_iterable(self.history), self.prompt]
+        return "".join(parts) if isinstance(self.prompt, str) else list(itertools.chain.from_iterable(parts))
 
 
 RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]
@@ -49,15 +77,20 @@ async def async_request_openai_completions(
     request: RequestFuncInput, session: aiohttp.ClientSession
 ) -> RequestFuncOutput:
     """POST /v1/completions, streamed."""
-    payload = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len, **OPENAI}
-    return await stream(request, session, payload | ignore_eos(request), protocols.read_completion)
+    payload = {"model": request.model, "prompt": request.joined(), "max_tokens": request.output_len, **OPENAI}
+    ids = {"return_token_ids": True} if request.return_token_ids else {}
+    return await stream(request, session, payload | ids | ignore_eos(request), protocols.read_completion)
 
 
 async def async_request_openai_chat_completions(
     request: RequestFuncInput, session: aiohttp.ClientSession
 ) -> RequestFuncOutput:
-    """POST /v1/chat/completions, streamed, with the prompt as the user's only message."""
-    messages = [{"role": "user", "content": request.prompt}]
+    """POST /v1/chat/completions, streamed, with each turn's prompt as a message of the user."""
+    roles, texts = (
+        itertools.cycle(("user", "assistant")),
+        (*itertools.chain.from_iterable(request.history), request.prompt),
+    )
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     payload = {"model": request.model, "messages": messages, "max_completion_tokens": request.output_len, **OPENAI}
     return await stream(request, session, payload | ignore_eos(request), protocols.read_chat)
 
@@ -65,19 +98,19 @@ async def async_request_openai_chat_completions(
 async def async_request_tgi(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
     """POST /generate_stream of text-generation-inference; greedy, since it takes no temperature of 0."""
     parameters = {"max_new_tokens": request.output_len, "do_sample": False, "details": True}
-    return await stream(request, session, {"inputs": request.prompt, "parameters": parameters}, protocols.read_tgi)
+    return await stream(request, session, {"inputs": request.joined(), "parameters": parameters}, protocols.read_tgi)
 
 
 async def async_request_trt_llm(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
     """POST …/generate_stream of Triton's TensorRT-LLM backend, which sends one token an event."""
-    payload = {"text_input": request.prompt, "max_tokens": request.output_len, "temperature": 0.0, "top_p": 1.0}
+    payload = {"text_input": request.joined(), "max_tokens": request.output_len, "temperature": 0.0, "top_p": 1.0}
     shortest = {"min_length": request.output_len} if request.ignore_eos else {}
     return await stream(request, session, payload | shortest | {"stream": True}, protocols.read_trt_llm)
 
 
 async def async_request_deepspeed_mii(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
     """POST /v1/completions of DeepSpeed-MII, which does not stream: only the latency is known."""
-    payload: dict[str, Any] = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len}
+    payload: dict[str, Any] = {"model": request.model, "prompt": request.joined(), "max_tokens": request.output_len}
     payload |= {"temperature": 0.01, "top_p": 1.0}  # it takes no temperature of 0
     output = RequestFuncOutput(prompt_len=request.prompt_len)
 
@@ -133,10 +166,14 @@ async def stream(
                 last = now
                 texts.append(text)
         output.latency = time.perf_counter() - started
-        output.generated_text = "".join(texts)
+        output.generated_text, output.token_ids = "".join(texts), state.token_ids
         take_counts(output, state)
         if not state.is_ended:
             raise protocols.ProtocolError(f"the stream ended early, after {len(texts)} tokens")
+        if request.return_token_ids and not state.token_ids:
+            raise protocols.ProtocolError(
+                "the server does not return token_ids, which the next turn's prompt needs; --backend openai sends texts"
+            )
         if output.ttft is None:
             raise protocols.ProtocolError("the answer brought no token, so that there is nothing to time")
 

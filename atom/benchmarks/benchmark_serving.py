@@ -2,6 +2,7 @@
 
     python -m atom.benchmarks.benchmark_serving --model org/model --base-url http://localhost:8000 \\
         --dataset-name random --random-input-len 1024 --random-output-len 128 --num-prompts 1000 --ignore-eos
+    python -m atom.benchmarks.benchmark_serving --dataset-name multi-turn --num-prompts 32 --ignore-eos
 
 The table goes to stdout, everything else to stderr. Exit code 1 if no request was answered.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from typing import Any
 import numpy
 
 from atom.benchmarks import datasets, random_dataset
-from atom.benchmarks.arguments import DETAILS, SYNTHETIC, TEXT_ONLY, read_arguments
+from atom.benchmarks.arguments import DETAILS, RETURN_IDS, SYNTHETIC, TEXT_ONLY, read_arguments
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
@@ -31,7 +33,8 @@ from atom.benchmarks.benchmark_utils import (
     write_json,
 )
 from atom.benchmarks.client import Measurement, ask_model, measure, retry, run_loop
-from atom.benchmarks.prompts import PromptForm, SampleRequest
+from atom.benchmarks.multi_turn import RandomPrompts, sample_multi_turn, sample_trace
+from atom.benchmarks.prompts import Conversation, PromptForm, SampleRequest
 from atom.benchmarks.tokenizer import Tokenizer, load_tokenizer
 from atom.measurement.conversations import read_sharegpt
 from atom.measurement.metrics import (
@@ -55,20 +58,20 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         args = with_served_model(args)
     tokenizer = find_tokenizer(args)
-    requests = make_inputs(args, sample_requests(args, tokenizer))
-    warmups = make_warmups(args, tokenizer, requests)
-    say(describe_traffic(args, requests))
-    measured = run_loop(measure(args, requests, warmups))
+    conversations = make_inputs(args, sample_conversations(args, tokenizer))
+    warmups = make_warmups(args, tokenizer, conversations[0][0])
+    say(describe_traffic(args, conversations))
+    measured = run_loop(measure(args, conversations, warmups))
     count = (lambda text: len(tokenizer.encode(text, add_special_tokens=False))) if tokenizer else None
     report_failures(measured.outputs)
     finish_outputs(measured.outputs, count)
-    report_lengths(args, requests, measured.outputs)
+    report_lengths(args, conversations, measured.outputs)
     report_cached(args, measured.outputs)
     percentiles = sorted({*args.metric_percentiles, ALWAYS})
     metrics = calculate_metrics(measured.outputs, measured.seconds, percentiles, args.goodput)
     print(format_table(metrics, args.percentile_metrics, args.metric_percentiles))
     if args.save_result:
-        save(args, make_result(args, tokenizer, requests, measured, metrics))
+        save(args, make_result(args, tokenizer, len(conversations), measured, metrics))
     if measured.trouble:
         raise BenchmarkError(measured.trouble)
     return 0
@@ -86,7 +89,8 @@ def with_served_model(args: argparse.Namespace) -> argparse.Namespace:
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Load the tokenizer; None if it is missing and not needed, since random prompts can be token ids."""
     is_file = args.dataset_name not in SYNTHETIC
-    is_needed = args.tokenizer or is_file or args.use_chat_template or args.backend in TEXT_ONLY
+    is_text = args.backend in TEXT_ONLY or (args.dataset_name == "multi-turn" and args.backend not in RETURN_IDS)
+    is_needed = args.tokenizer or is_file or args.use_chat_template or is_text
     try:
         return load_tokenizer(args.tokenizer or args.model, trust_remote_code=args.trust_remote_code)
     except UsageError as error:
@@ -94,6 +98,39 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
             raise
         say(f"{error}; random prompts are sent as token ids")
         return None
+
+
+def sample_conversations(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Conversation]:
+    """Sample conversations, of one turn unless the data set has more."""
+    if args.dataset_name != "multi-turn":
+        return [[each] for each in sample_requests(args, tokenizer)]
+    rng, seeds = numpy.random.default_rng(args.seed), numpy.ravel(args.seed).tolist()
+    if args.backend not in RETURN_IDS:
+        assert tokenizer is not None, "find_tokenizer needs one"
+        form = PromptForm(tokenizer, is_chat=args.backend == "openai-chat")
+        draw = RandomPrompts(rng, random_dataset.find_stable_ids(rng, tokenizer), form, seeds)
+    else:
+        draw = RandomPrompts(rng, find_ids(args, tokenizer), None, seeds)
+    if args.dataset_path:
+        keeps_times = args.request_rate == math.inf and not args.ramp_up_strategy
+        return sample_trace(draw, args.num_prompts, Path(args.dataset_path), keeps_times=keeps_times)
+    return sample_multi_turn(
+        draw,
+        args.num_prompts,
+        num_turns=args.multi_turn_turns,
+        shared_len=args.multi_turn_shared_len,
+        new_len=args.multi_turn_new_len,
+        output_len=args.multi_turn_output_len,
+        range_ratio=args.random_range_ratio,
+        think_time=args.multi_turn_think_time,
+    )
+
+
+def find_ids(args: argparse.Namespace, tokenizer: Tokenizer | None) -> random_dataset.Ids:
+    """The token ids that prompts are drawn from."""
+    if tokenizer is not None:
+        return random_dataset.find_plain_ids(tokenizer)
+    return numpy.arange(random_dataset.find_vocab_size(args.model))
 
 
 def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[SampleRequest]:
@@ -139,55 +176,78 @@ def sample_synthetic(
         inputs, outputs = [args.prefix_repetition_suffix_len] * num, [args.prefix_repetition_output_len] * num
     prefixes = {"prefix_len": prefix_len, "num_prefixes": num_prefixes}
     if form is None:
-        size = random_dataset.find_vocab_size(args.model)
-        requests = random_dataset.sample_random_ids(rng, size, inputs, outputs, **prefixes)
+        requests = random_dataset.sample_random_ids(rng, find_ids(args, None), inputs, outputs, **prefixes)
     else:
         requests = random_dataset.sample_random(rng, form, inputs, outputs, **prefixes)
     return requests if num_prefixes == 1 else [requests[at] for at in rng.permutation(len(requests))]
 
 
-def make_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
+def make_inputs(args: argparse.Namespace, samples: Sequence[Conversation]) -> list[list[RequestFuncInput]]:
     url, model = args.base_url + args.endpoint, args.served_model_name or args.model
-    prefix, options = args.request_id_prefix, (args.ignore_eos, args.extra_body)
-    return [
-        RequestFuncInput(each.prompt, url, each.prompt_len, each.expected_output_len, model, *options, id)
-        for each, id in ((each, "" if prefix is None else f"{prefix}{number}") for number, each in enumerate(samples))
-    ]
+    numbers = itertools.count()
+
+    def make_input(turn: SampleRequest, *, has_next: bool) -> RequestFuncInput:
+        number = next(numbers)
+        return RequestFuncInput(
+            turn.prompt,
+            url,
+            turn.prompt_len,
+            turn.expected_output_len,
+            model,
+            ignore_eos=args.ignore_eos,
+            extra_body=args.extra_body,
+            id="" if args.request_id_prefix is None else f"{args.request_id_prefix}{number}",
+            delay=turn.delay,
+            return_token_ids=has_next and isinstance(turn.prompt, list),
+        )
+
+    return [[make_input(turn, has_next=turn is not turns[-1]) for turn in turns] for turns in samples]
 
 
 def make_warmups(
-    args: argparse.Namespace, tokenizer: Tokenizer | None, requests: Sequence[RequestFuncInput]
+    args: argparse.Namespace, tokenizer: Tokenizer | None, first: RequestFuncInput
 ) -> list[RequestFuncInput]:
     """Make what is sent before the requests that count, one at least: other synthetic prompts, or a file's first one.
 
+    Of conversations, only first turns are sent.
     A server keeps them in its prefix cache, so that a prompt that was sent before would be measured as a faster one.
     """
     num = max(1, args.num_warmups)
     if args.dataset_name not in SYNTHETIC:
-        return [replace(requests[0], id="")] * num
+        return [replace(first, id="")] * num
     changes = {
         "num_prompts": num,
         "prefix_repetition_num_prefixes": min(num, args.prefix_repetition_num_prefixes),
         "request_id_prefix": None,
         "seed": [args.seed, 1],
+        "multi_turn_turns": 1,
     }
     own = argparse.Namespace(**{**vars(args), **changes})
-    made = make_inputs(own, sample_requests(own, tokenizer))
-    return [made[at % len(made)] for at in range(num)]
+    made = make_inputs(own, sample_conversations(own, tokenizer))
+    return [made[at % len(made)][0] for at in range(num)]
 
 
-def describe_traffic(args: argparse.Namespace, requests: Sequence[RequestFuncInput]) -> str:
+def describe_traffic(args: argparse.Namespace, conversations: Sequence[Sequence[RequestFuncInput]]) -> str:
+    unit = "conversations" if max(map(len, conversations)) > 1 else "requests"
     limit = f", at most {args.max_concurrency} under way" if args.max_concurrency else ""
     burst = f" a second (burstiness {args.burstiness:g})"
     if args.ramp_up_strategy:
-        growth = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g} requests"
+        growth = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g} {unit}"
         rate = f"{args.ramp_up_strategy} from {growth}{burst}"
     else:
-        rate = "all at once" if args.request_rate == float("inf") else f"{args.request_rate:g} requests{burst}"
-    prompts = describe_range([each.prompt_len for each in requests])
-    answers = describe_range([each.output_len for each in requests])
+        last = max(turns[0].delay for turns in conversations)
+        at_once = f"over {last:g} s, as in the trace" if last else "all at once"
+        rate = at_once if args.request_rate == math.inf else f"{args.request_rate:g} {unit}{burst}"
+    prompts = describe_range([turns[0].prompt_len for turns in conversations])
+    answers = describe_range([turn.output_len for turns in conversations for turn in turns])
     lengths = f"prompts of {prompts} tokens, answers of {answers}"
-    return f"{len(requests)} requests to {args.base_url}{args.endpoint}: {rate}{limit}; {lengths}"
+    if later := [turn for turns in conversations for turn in turns[1:]]:
+        num_turns, added = (
+            describe_range([*map(len, conversations)]),
+            describe_range([turn.prompt_len for turn in later]),
+        )
+        unit, lengths = f"{unit} of {num_turns} turns", f"first {lengths}, {added} more in each later turn"
+    return f"{len(conversations)} {unit} to {args.base_url}{args.endpoint}: {rate}{limit}; {lengths}"
 
 
 def describe_range(lengths: Sequence[int]) -> str:
@@ -205,14 +265,21 @@ def report_failures(outputs: Sequence[RequestFuncOutput]) -> None:
 
 
 def report_lengths(
-    args: argparse.Namespace, requests: Sequence[RequestFuncInput], outputs: Sequence[RequestFuncOutput]
+    args: argparse.Namespace,
+    conversations: Sequence[Sequence[RequestFuncInput]],
+    outputs: Sequence[RequestFuncOutput],
 ) -> None:
-    """Report prompts or answers of unexpected lengths: such numbers cannot be compared."""
+    """Report prompts or answers of unexpected lengths: such numbers cannot be compared.
+
+    Of conversations, only first prompts: those of later turns have the answers in them.
+    """
+    requests = itertools.chain.from_iterable(conversations)
     answered = [pair for pair in zip(requests, outputs, strict=True) if pair[1].success]
-    prompts = [(asked.prompt_len, got.prompt_len) for asked, got in answered if asked.prompt_len != got.prompt_len]
+    firsts = [(asked.prompt_len, got.prompt_len) for asked, got in answered if not got.turn]
+    prompts = [(asked_len, got_len) for asked_len, got_len in firsts if asked_len != got_len]
     if prompts:
         asked_len, got_len = prompts[0]
-        say(f"{len(prompts)} of {len(answered)} prompts have another length for the server: {got_len}, not {asked_len}")
+        say(f"{len(prompts)} of {len(firsts)} prompts have another length for the server: {got_len}, not {asked_len}")
     answers = [
         (asked.output_len, got.output_tokens) for asked, got in answered if asked.output_len != got.output_tokens
     ]
@@ -232,7 +299,7 @@ def report_cached(args: argparse.Namespace, outputs: Sequence[RequestFuncOutput]
 def make_result(
     args: argparse.Namespace,
     tokenizer: Tokenizer | None,
-    requests: Sequence[RequestFuncInput],
+    num_prompts: int,
     measured: Measurement,
     metrics: BenchmarkMetrics,
 ) -> dict[str, Any]:
@@ -244,7 +311,8 @@ def make_result(
         "label": args.label,
         "model_id": args.model,
         "tokenizer_id": (args.tokenizer or args.model) if tokenizer else None,
-        "num_prompts": len(requests),
+        "dataset_name": args.dataset_name,
+        "num_prompts": num_prompts,
         "request_rate": args.request_rate,
         "burstiness": args.burstiness,
         "ramp_up_strategy": args.ramp_up_strategy,
@@ -264,7 +332,16 @@ def make_result(
 def detail(outputs: Sequence[RequestFuncOutput]) -> dict[str, Any]:
     """Details of each request, in the order in which they were made."""
     values = (
-        (each.prompt_len, each.output_tokens or 0, each.started, each.ttft, each.itl, each.generated_text, each.error)
+        (
+            each.prompt_len,
+            each.output_tokens or 0,
+            each.started,
+            each.ttft,
+            each.itl,
+            each.generated_text,
+            each.error,
+            each.turn,
+        )
         for each in outputs
     )
     return dict(zip(DETAILS, map(list, zip(*values, strict=True)), strict=True))

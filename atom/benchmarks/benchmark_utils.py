@@ -129,6 +129,14 @@ def positive_float(text: str) -> float:
     return value
 
 
+def nonnegative_float(text: str) -> float:
+    """The type of a flag that measures and may be 0."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically; an infinite number becomes the text "inf"."""
     text = json.dumps(name_infinite(value), allow_nan=False)

@@ -1,6 +1,6 @@
 """The benchmark's client: warm up the server, send the requests, ask its hardware.
 
-    measured = run_loop(measure(args, requests, warmups))    # args of read_arguments, the others RequestFuncInput
+    measured = run_loop(measure(args, conversations, warmups))    # args of read_arguments, the others RequestFuncInput
     measured.outputs, measured.seconds, measured.hardware
 
 OPENAI_API_KEY of the environment is sent as the bearer token.
@@ -43,7 +43,7 @@ SPARE_FILES = 64  # descriptors besides those of the connections
 
 @dataclass(frozen=True)
 class Measurement:
-    outputs: list[RequestFuncOutput]  # in the order of the requests
+    outputs: list[RequestFuncOutput]  # in the order of the conversations and their requests
     seconds: float
     hardware: str  # the server's hardware, if it reports it; else that of this machine
     hardware_of: str  # server or client
@@ -62,17 +62,20 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def measure(
-    args: argparse.Namespace, requests: Sequence[RequestFuncInput], warmups: Sequence[RequestFuncInput]
+    args: argparse.Namespace,
+    conversations: Sequence[Sequence[RequestFuncInput]],
+    warmups: Sequence[RequestFuncInput],
 ) -> Measurement:
     """BenchmarkError if the server does not answer a warm-up. warmups: one at least; not all need be sent."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     request_func = ASYNC_REQUEST_FUNCS[args.backend]
-    rate = args.request_rate
+    num, rate = len(conversations), args.request_rate
     if args.ramp_up_strategy:
-        rate = ramp_rates(len(requests), args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
-    arrivals = draw_arrivals(len(requests), rate, args.burstiness, numpy.random.default_rng(args.seed))
-    allow_connections(min(args.max_concurrency or len(requests), len(requests)))
+        rate = ramp_rates(num, args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    arrivals = draw_arrivals(num, rate, args.burstiness, numpy.random.default_rng(args.seed))
+    arrivals += [turns[0].delay for turns in conversations]
+    allow_connections(min(args.max_concurrency or num, num))
     async with open_session() as session:
 
         async def send(request: RequestFuncInput) -> RequestFuncOutput:
@@ -87,9 +90,12 @@ async def measure(
         hardware, hardware_of = await ask_hardware(session, args.base_url)
         troubles: list[str] = []
         async with profiling(session, args.base_url, troubles) if args.profile else contextlib.nullcontext():
-            with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar, untracked_past():
+            with (
+                tqdm(total=sum(map(len, conversations)), disable=args.disable_tqdm, unit="req") as bar,
+                untracked_past(),
+            ):
                 outputs, seconds = await send_all(
-                    requests, send, arrivals, max_concurrency=args.max_concurrency, on_end=bar.update
+                    conversations, send, arrivals, max_concurrency=args.max_concurrency, on_end=bar.update
                 )
     return Measurement(outputs, seconds, hardware, hardware_of, " ".join(troubles))
 

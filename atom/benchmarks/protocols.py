@@ -12,7 +12,7 @@ JSON or has another form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class StreamState:
     output_tokens: int | None = None
     cached_tokens: int = 0  # of the prompt, in the server's prefix cache
     is_ended: bool = False  # whether the server has said so
+    token_ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them
 
 
 class PromptDetails(msgspec.Struct):
@@ -50,6 +51,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class OpenAIEvent(msgspec.Struct):
@@ -104,6 +106,7 @@ def read_openai(data: bytes, state: StreamState) -> Choice | None:
     if not event.choices:
         return None
     choice = event.choices[0]
+    state.token_ids += choice.token_ids or ()
     if choice.finish_reason is not None:
         state.is_ended = True
     return choice

@@ -82,29 +82,34 @@ def make_prompt(rng: numpy.random.Generator, form: PromptForm, ids: Ids, prefix:
 
 def find_stable_ids(rng: numpy.random.Generator, tokenizer: Tokenizer) -> Ids:
     """Find tokens that, repeated, are encoded as themselves: text made of them mostly keeps its tokens."""
-    plain = [each for each in range(tokenizer.vocab_size) if each not in tokenizer.added_ids]
+    plain = find_plain_ids(tokenizer)
     tried = rng.permutation(plain)[:NUM_TRIED].tolist()
     stable = [
         each
         for each in tried
         if tokenizer.encode(tokenizer.decode([each, each]), add_special_tokens=False) == [each, each]
     ]
-    return numpy.asarray(stable if len(stable) > 1 else plain)
+    return numpy.asarray(stable) if len(stable) > 1 else plain
+
+
+def find_plain_ids(tokenizer: Tokenizer) -> Ids:
+    """The tokens of plain text."""
+    return numpy.asarray([each for each in range(tokenizer.vocab_size) if each not in tokenizer.added_ids])
 
 
 def sample_random_ids(
     rng: numpy.random.Generator,
-    vocab_size: int,
+    ids: Ids,
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     *,
     prefix_len: int = 0,
     num_prefixes: int = 1,
 ) -> list[SampleRequest]:
-    """The same as token ids, for a model without a tokenizer at hand."""
-    prefixes = rng.integers(0, vocab_size, (num_prefixes, prefix_len)).tolist()
+    """The same as token ids, drawn from some of the vocabulary."""
+    prefixes = ids[rng.integers(0, len(ids), (num_prefixes, prefix_len))].tolist()
     return [
-        SampleRequest(prefix + rng.integers(0, vocab_size, input_len).tolist(), prefix_len + input_len, output_len)
+        SampleRequest(prefix + ids[rng.integers(0, len(ids), input_len)].tolist(), prefix_len + input_len, output_len)
         for input_len, output_len, prefix in zip(input_lens, output_lens, itertools.cycle(prefixes), strict=False)
     ]
 

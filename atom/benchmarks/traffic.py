@@ -3,8 +3,9 @@
     rng = numpy.random.default_rng(0)
     times = draw_arrivals(100, rate=5.0, burstiness=1.0, rng=rng)       # seconds after the start; all 0.0 for inf
     rates = ramp_rates(100, "linear", 1.0, 10.0)                        # or one rate for each request
-    outputs, seconds = await send_all(requests, send, times, max_concurrency=16)
+    outputs, seconds = await send_all([[first, second], [other]], send, times, max_concurrency=16)
 
+A conversation is a list of requests, each of which is sent after the answer to the one before it.
 A burstiness of 1 is a Poisson process; below it requests come in bursts, above it more evenly.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import numpy
@@ -47,7 +49,7 @@ def ramp_rates(num: int, strategy: Strategy, start: float, end: float) -> NDArra
 
 
 async def send_all(
-    requests: Sequence[RequestFuncInput],
+    conversations: Sequence[Sequence[RequestFuncInput]],
     send: Send,
     arrivals: Sequence[float] | NDArray[numpy.float64],
     *,
@@ -56,24 +58,39 @@ async def send_all(
 ) -> tuple[list[RequestFuncOutput], float]:
     """Send all requests; their outputs in order, and the seconds from the first one's start to the last one's end.
 
-    A request that arrives while max_concurrency are running waits; its times count from when it is sent.
+    A conversation that arrives while max_concurrency are under way waits; a request's times count from when it is sent.
+    If a request fails, those after it in its conversation are not sent, and fail too.
+
+    conversations: a request that depends on no other is one of length 1
+    arrivals: seconds from the start, of each conversation, in ascending order
+    on_end: is called at the end of each request
     """
     limit: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     )
 
-    async def send_one(request: RequestFuncInput) -> RequestFuncOutput:
+    async def converse(turns: Sequence[RequestFuncInput]) -> list[RequestFuncOutput]:
         async with limit:
-            output = await send(request)
-        on_end()
-        return output
+            outputs = [await send(request := turns[0])]
+            on_end()
+            for number, turn in enumerate(turns[1:], 1):
+                if not outputs[-1].success:
+                    unsent = f"not sent, since turn {number} of its conversation failed"
+                    outputs += [RequestFuncOutput(error=unsent, turn=at) for at in range(number, len(turns))]
+                    break
+                request = turn.after(request, outputs[-1])
+                if turn.delay:
+                    await asyncio.sleep(turn.delay)
+                outputs.append(replace(await send(request), turn=number))
+                on_end()
+        return outputs
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for request, arrival in zip(requests, arrivals, strict=True):
+        for turns, arrival in zip(conversations, arrivals, strict=True):
             wait = started + arrival - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
-            tasks.append(group.create_task(send_one(request)))
-    return [task.result() for task in tasks], time.perf_counter() - started
+            tasks.append(group.create_task(converse(turns)))
+    return [output for task in tasks for output in task.result()], time.perf_counter() - started

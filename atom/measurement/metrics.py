@@ -24,6 +24,7 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+TURNS = {"first_turn": "First Turns", "later_turns": "Later Turns"}  # of conversations
 WIDTH = 50  # characters of the table, as in vLLM's
 
 
@@ -40,6 +41,8 @@ class RequestFuncOutput:
     output_tokens: int | None = None  # as the server counts them; None if it does not say
     cached_tokens: int = 0  # of the prompt, which the server had in its prefix cache, as it says
     error: str = ""
+    turn: int = 0  # of its conversation, from 0
+    token_ids: list[int] = field(default_factory=list)  # of the answer, if they were asked for
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,15 @@ class Latency:
     median: float | None
     std: float | None
     percentiles: dict[float, float | None]
+
+
+@dataclass(frozen=True)
+class TurnMetrics:
+    """Of some turns of conversations; None if nothing was measured."""
+
+    ttft: Latency
+    cached_share: float | None  # of prompt tokens, in the server's prefix cache
+    interactivity: float | None  # output tokens a second of one user, the inverse of the median TPOT
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,7 @@ class BenchmarkMetrics:
     max_output_tokens_per_s: float  # events of the second that had most of them
     max_concurrent_requests: int  # requests under way in some part of the second that had most of them
     latencies: dict[str, Latency]  # by the names of METRICS
+    turns: dict[str, TurnMetrics]  # by the names of TURNS; empty if no conversation has a second turn
 
 
 def finish_outputs(outputs: Sequence[RequestFuncOutput], count: Callable[[str], int] | None) -> None:
@@ -115,6 +128,24 @@ def calculate_metrics(
         max_output_tokens_per_s=max_tokens,
         max_concurrent_requests=max_requests,
         latencies={name: summarize(values, percentiles) for name, values in samples.items()},
+        turns=measure_turns(good, percentiles) if any(output.turn for output in outputs) else {},
+    )
+
+
+def measure_turns(good: Sequence[RequestFuncOutput], percentiles: Sequence[float]) -> dict[str, TurnMetrics]:
+    by_name = {
+        "first_turn": [each for each in good if not each.turn],
+        "later_turns": [each for each in good if each.turn],
+    }
+    return {name: measure_turn(outputs, percentiles) for name, outputs in by_name.items()}
+
+
+def measure_turn(outputs: Sequence[RequestFuncOutput], percentiles: Sequence[float]) -> TurnMetrics:
+    asked, tpots = sum(each.prompt_len for each in outputs), [each.tpot for each in outputs if each.tpot]
+    return TurnMetrics(
+        ttft=summarize([each.ttft for each in outputs if each.ttft is not None], percentiles),
+        cached_share=sum(each.cached_tokens for each in outputs) / asked if asked else None,
+        interactivity=1 / float(numpy.median(tpots)) if tpots else None,
     )
 
 
@@ -167,9 +198,12 @@ def flatten_metrics(metrics: BenchmarkMetrics) -> dict[str, Any]:
         "max_output_tokens_per_s": metrics.max_output_tokens_per_s,
         "max_concurrent_requests": metrics.max_concurrent_requests,
     }
-    for name, latency in metrics.latencies.items():
+    latencies = metrics.latencies | {f"{name}_ttft": turn.ttft for name, turn in metrics.turns.items()}
+    for name, latency in latencies.items():
         result |= {f"mean_{name}_ms": latency.mean, f"median_{name}_ms": latency.median, f"std_{name}_ms": latency.std}
         result |= {f"p{rank:g}_{name}_ms": value for rank, value in latency.percentiles.items()}
+    for name, turn in metrics.turns.items():
+        result |= {f"{name}_cached_share": turn.cached_share, f"{name}_interactivity": turn.interactivity}
     return result
 
 
@@ -191,12 +225,20 @@ def format_table(metrics: BenchmarkMetrics, shown: Sequence[str], percentiles: S
     rows.append(("Total Token throughput (tok/s)", metrics.total_token_throughput))
     lines = [" Serving Benchmark Result ".center(WIDTH, "="), *map(row, rows)]
     for name in shown:
-        latency, label = metrics.latencies[name], f"{name.upper()} (ms)"
         lines.append(METRICS[name].center(WIDTH, "-"))
-        lines += map(row, [(f"Mean {label}", latency.mean), (f"Median {label}", latency.median)])
-        lines.append(row((f"Std {label}", latency.std)))
-        lines += [row((f"P{rank:g} {label}", latency.percentiles[rank])) for rank in percentiles]
+        lines += latency_rows(name, metrics.latencies[name], percentiles)
+    for name, turn in metrics.turns.items():
+        lines.append(TURNS[name].center(WIDTH, "-"))
+        lines += latency_rows("ttft", turn.ttft, percentiles)
+        percent = None if turn.cached_share is None else 100 * turn.cached_share
+        lines += map(row, [("Cached prompt tokens (%)", percent), ("Interactivity (tok/s a user)", turn.interactivity)])
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def latency_rows(name: str, latency: Latency, percentiles: Sequence[float]) -> list[str]:
+    label = f"{name.upper()} (ms)"
+    rows = [(f"Mean {label}", latency.mean), (f"Median {label}", latency.median), (f"Std {label}", latency.std)]
+    return [row(each) for each in [*rows, *((f"P{rank:g} {label}", latency.percentiles[rank]) for rank in percentiles)]]
 
 
 def row(entry: tuple[str, float | None]) -> str:

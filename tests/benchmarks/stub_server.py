@@ -119,15 +119,21 @@ def sse(*values: Any) -> bytes:
 
 
 def completion_events(
-    texts: Sequence[str], *, prompt_tokens: int | None = 3, cached_tokens: int | None = None, chat: bool = False
+    texts: Sequence[str],
+    *,
+    prompt_tokens: int | None = 3,
+    cached_tokens: int | None = None,
+    chat: bool = False,
+    token_ids: Sequence[int] = (),
 ) -> list[bytes]:
     """The events of an OpenAI server: a token each, then the end; with usage unless prompt_tokens is None."""
 
-    def choice(text: str, reason: str | None) -> dict[str, Any]:
-        said = {"delta": {"content": text}} if chat else {"text": text}
-        return {"choices": [{"index": 0, "finish_reason": reason, **said}]}
+    def choice(text: str, reason: str | None, *ids: int) -> dict[str, Any]:
+        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        return {"choices": [{"index": 0, "finish_reason": reason, **said} | ({"token_ids": ids} if token_ids else {})]}
 
-    events = [sse(choice(text, None)) for text in texts] + [sse(choice("", "length"))]
+    events = [sse(choice(text, None, *token_ids[at : at + 1])) for at, text in enumerate(texts)]
+    events.append(sse(choice("", "length")))
     if chat:
         role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
         events.insert(0, sse(role))

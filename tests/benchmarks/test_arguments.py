@@ -77,10 +77,17 @@ VLLM = {  # flags that only `vllm bench serve` has, with its defaults
     "ready_check_timeout_sec": 0,
     "request_id_prefix": None,
 }
+OWN = {
+    "multi_turn_turns": 6,
+    "multi_turn_shared_len": 2000,
+    "multi_turn_new_len": 1500,
+    "multi_turn_output_len": 100,
+    "multi_turn_think_time": 0.0,
+}
 
 
 def test_the_flags_and_their_defaults():
-    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE | ROCM | VLLM
+    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE | ROCM | VLLM | OWN
 
 
 @pytest.mark.parametrize(
@@ -132,6 +139,7 @@ def test_fields_of_requests_are_sampling_parameters_and_then_the_extra_body():
     [
         (["--nope"], "unrecognized arguments: --nope; see python -m atom.benchmarks.benchmark_serving --help"),
         (["--num-prompt", "5"], "unrecognized arguments: --num-prompt 5 (did you mean --num-prompts?)"),
+        (["--num-clients", "4"], "--num-clients: write --max-concurrency"),
         (["--input_len=64"], "--input-len: write --random-input-len or --sonnet-input-len"),
         (["--random-range-ratio", "0"], "vLLM's 0, all lengths equal, is 1 here"),
         (["--dataset-name", "custom", "--dataset-path", "/nope"], "--dataset-path /nope: no such file; custom is read"),
@@ -158,7 +166,13 @@ def test_fields_of_requests_are_sampling_parameters_and_then_the_extra_body():
         (["--backend", "deepspeed-mii", "--ignore-eos"], "--ignore-eos: the protocol of deepspeed-mii"),
         (["--backend", "deepspeed-mii", "--goodput", "ttft:5"], "deepspeed-mii answers in one piece"),
         (["--backend", "openai-chat", "--use-chat-template"], "--use-chat-template: openai-chat's server applies"),
-        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path; random and prefix_repetition need"),
+        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path; these need none: random, "),
+        (
+            ["--dataset-name", "multi-turn", "--dataset-path", "/nope"],
+            "/nope: no such file; multi-turn is read from one",
+        ),
+        (["--dataset-name", "multi-turn", "--use-chat-template"], "what --backend openai-chat sends"),
+        (["--multi-turn-think-time", "-1"], "argument --multi-turn-think-time: -1 is not a number from 0 on"),
         (["--dataset-name", "prefix_repetition", "--num-prompts", "9"], "num-prefixes 10: there are only 9 prompts"),
         (["--ramp-up-start-rps", "1"], "--ramp-up-start-rps needs --ramp-up-strategy, linear or exponential"),
         (["--ramp-up-strategy", "linear", "--ramp-up-end-rps", "1"], "needs --ramp-up-start-rps and --ramp-up-end-rps"),
@@ -191,7 +205,7 @@ def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[An
         read_arguments(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE | ROCM | VLLM)
+    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE | ROCM | VLLM | OWN)
     assert "(default: 1024)" in shown and "(default: None)" not in shown and "(default: False)" not in shown
 
 

@@ -68,7 +68,7 @@ def test_a_measurement_from_flags_to_file(tokenizer_folder: Path, tmp_path: Path
 
 def test_lists_of_requests_are_saved_where_they_are_asked_for(tokenizer_folder: Path, tmp_path: Path):
     """As `vllm bench serve` does (vllm/benchmarks/serve.py removes these keys where --save-detailed is not given)."""
-    lists = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"}
+    lists = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"} | {"turns"}
     more = ["--save-result", "--label", "mine", "--result-dir"]
     with serving(answering(completion_events([" a"] * 5, prompt_tokens=12))) as stub:
         assert main(flags(stub, tokenizer_folder, *more, str(tmp_path / "few"))) == 0

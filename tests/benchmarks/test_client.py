@@ -23,6 +23,11 @@ def inputs(url: str, num: int) -> list[RequestFuncInput]:
     return [RequestFuncInput(f"prompt {at}", f"{url}/v1/completions", 2, 3, "m") for at in range(num)]
 
 
+def single(requests: list[RequestFuncInput]) -> list[list[RequestFuncInput]]:
+    """Conversations of one turn."""
+    return [[each] for each in requests]
+
+
 def warmups(url: str) -> list[RequestFuncInput]:
     return inputs(url, 1)
 
@@ -30,7 +35,7 @@ def warmups(url: str) -> list[RequestFuncInput]:
 def test_one_request_warms_the_server_up_and_does_not_count():
     with serving(obeying()) as stub:
         *requests, warmup = inputs(stub.url, 4)
-        measured = run_loop(measure(arguments(stub.url), requests, [warmup]))
+        measured = run_loop(measure(arguments(stub.url), single(requests), [warmup]))
     prompts = [each.json()["prompt"] for each in stub.of("POST")]
     assert prompts[0] == "prompt 3"
     assert sorted(prompts[1:]) == ["prompt 0", "prompt 1", "prompt 2"]
@@ -40,7 +45,7 @@ def test_one_request_warms_the_server_up_and_does_not_count():
 
 def test_as_many_warm_ups_are_sent_as_asked_for():
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url, "--num-warmups", "5"), inputs(stub.url, 2), inputs(stub.url, 6)))
+        run_loop(measure(arguments(stub.url, "--num-warmups", "5"), single(inputs(stub.url, 2)), inputs(stub.url, 6)))
     assert len(stub.of("POST")) == 5 + 2
 
 
@@ -52,7 +57,9 @@ def test_a_failing_warm_up_ends_it_early():
         with pytest.raises(
             BenchmarkError, match=r"a test request to http://.* failed: HTTP 404 .*no model m.*; is the"
         ):
-            run_loop(measure(arguments(stub.url, "--num-warmups", "3"), inputs(stub.url, 5), inputs(stub.url, 3)))
+            run_loop(
+                measure(arguments(stub.url, "--num-warmups", "3"), single(inputs(stub.url, 5)), inputs(stub.url, 3))
+            )
         assert len(stub.of("POST")) == 1
 
 
@@ -68,7 +75,7 @@ def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch, caps
         await reply.whole(*answers.pop(0))
 
     with serving(obeying(), health=health) as stub:
-        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
+        run_loop(measure(arguments(stub.url), single(inputs(stub.url, 2)), warmups(stub.url)))
         assert (answers, len(stub.of("POST"))) == ([], 1 + 2)
     assert capsys.readouterr().err.count("the server is loading its model; waiting 1200 s at most\n") == 1
 
@@ -87,11 +94,11 @@ def test_a_server_that_loads_for_too_long_or_ends_meanwhile_is_an_error(monkeypa
 
     message = r"^http://[\d.:]+ no longer answers, though it was loading: "
     with serving(obeying(), health=ends) as stub, pytest.raises(BenchmarkError, match=message):
-        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
+        run_loop(measure(arguments(stub.url), single(inputs(stub.url, 2)), warmups(stub.url)))
     monkeypatch.setattr(client, "LOADING_SECONDS", 0.1)
     message = r"^http://[\d.:]+ is still loading after 0.1 s$"
     with serving(obeying(), health=loads) as stub, pytest.raises(BenchmarkError, match=message):
-        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
+        run_loop(measure(arguments(stub.url), single(inputs(stub.url, 2)), warmups(stub.url)))
 
 
 def test_as_many_connections_are_open_as_there_are_requests():
@@ -106,7 +113,7 @@ def test_as_many_connections_are_open_as_there_are_requests():
         await obeying()(asked, reply)
 
     with serving(answer) as stub:
-        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, num), warmups(stub.url)))
+        measured = run_loop(measure(arguments(stub.url), single(inputs(stub.url, num)), warmups(stub.url)))
     assert all(each.success for each in measured.outputs)
 
 
@@ -116,13 +123,13 @@ def test_the_key_of_the_environment_is_sent(key: str | None, header: str | None,
     if key is not None:
         monkeypatch.setenv("OPENAI_API_KEY", key)
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url), inputs(stub.url, 1), warmups(stub.url)))
+        run_loop(measure(arguments(stub.url), single(inputs(stub.url, 1)), warmups(stub.url)))
     assert {each.headers.get("authorization") for each in stub.asked} == {header}
 
 
 def test_the_profiler_runs_around_the_requests_that_count():
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
+        run_loop(measure(arguments(stub.url, "--profile"), single(inputs(stub.url, 2)), warmups(stub.url)))
     paths = [each.path for each in stub.of("POST")]
     assert paths == ["/v1/completions", "/start_profile", "/v1/completions", "/v1/completions", "/stop_profile"]
 
@@ -137,13 +144,13 @@ def refusing(route: str) -> Answer:
 def test_a_profiler_that_cannot_be_started_ends_it():
     with serving(refusing("/start_profile")) as stub:
         with pytest.raises(BenchmarkError, match=r"--profile: http://.*/start_profile answers HTTP 400: no torch_prof"):
-            run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
+            run_loop(measure(arguments(stub.url, "--profile"), single(inputs(stub.url, 2)), warmups(stub.url)))
         assert len(stub.of("POST", "completions")) == 1
 
 
 def test_a_profiler_that_cannot_be_stopped_is_reported_next_to_the_results():
     with serving(refusing("/stop_profile")) as stub:
-        measured = run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
+        measured = run_loop(measure(arguments(stub.url, "--profile"), single(inputs(stub.url, 2)), warmups(stub.url)))
     assert [each.success for each in measured.outputs] == [True, True]
     assert measured.trouble == f"--profile: {stub.url}/stop_profile answers HTTP 400: no torch_profiler_dir"
 
@@ -159,7 +166,7 @@ def test_a_profiler_that_cannot_be_stopped_is_reported_next_to_the_results():
 )
 def test_hardware_is_what_the_server_reports_or_this_machine(version: bytes, hardware: tuple[str, str]):
     with serving(obeying(), version=version) as stub:
-        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, 1), warmups(stub.url)))
+        measured = run_loop(measure(arguments(stub.url), single(inputs(stub.url, 1)), warmups(stub.url)))
     assert (measured.hardware, measured.hardware_of) == hardware
 
 

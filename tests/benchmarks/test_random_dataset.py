@@ -120,7 +120,7 @@ def test_stable_tokens_are_read_back_as_themselves(tokenizer: Tokenizer, referen
 
 
 def test_token_ids_stand_in_for_text_without_a_tokenizer():
-    requests = sample_random_ids(rng(), 50, [10, 20], [1, 2], prefix_len=5)
+    requests = sample_random_ids(rng(), numpy.arange(50), [10, 20], [1, 2], prefix_len=5)
     assert [(len(each.prompt), each.prompt_len, each.expected_output_len) for each in requests] == [
         (15, 15, 1),
         (25, 25, 2),
@@ -128,7 +128,8 @@ def test_token_ids_stand_in_for_text_without_a_tokenizer():
     assert requests[0].prompt[:5] == requests[1].prompt[:5]
     assert requests[0].prompt[5:] != requests[1].prompt[5:15]
     assert all(0 <= token < 50 for each in requests for token in each.prompt)
-    starts = [each.prompt[:9] for each in sample_random_ids(rng(), 50, [5] * 4, [1] * 4, prefix_len=9, num_prefixes=2)]
+    prefixes = {"prefix_len": 9, "num_prefixes": 2}
+    starts = [each.prompt[:9] for each in sample_random_ids(rng(), numpy.arange(50), [5] * 4, [1] * 4, **prefixes)]
     assert starts[:2] == starts[2:] and starts[0] != starts[1]
 
 

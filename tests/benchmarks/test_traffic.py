@@ -14,6 +14,7 @@ from atom.benchmarks.traffic import Strategy, draw_arrivals, ramp_rates, send_al
 from atom.measurement.metrics import RequestFuncOutput
 
 REQUESTS = [RequestFuncInput(str(at), "", 1, 1, "m") for at in range(8)]
+SINGLE = [[each] for each in REQUESTS]  # conversations of one turn
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -57,7 +58,7 @@ def test_outputs_come_in_the_order_of_the_requests():
 
     ended: list[int] = []
     started = time.perf_counter()
-    outputs, seconds = asyncio.run(send_all(REQUESTS, send, [0.0] * 8, on_end=lambda: ended.append(1)))
+    outputs, seconds = asyncio.run(send_all(SINGLE, send, [0.0] * 8, on_end=lambda: ended.append(1)))
     assert [each.generated_text for each in outputs] == [f"answer {at}" for at in range(8)]
     assert len(ended) == 8
     assert 0.02 <= seconds < time.perf_counter() - started
@@ -75,7 +76,7 @@ def test_no_more_requests_are_under_way_than_allowed(limit: int | None, max_runn
         under_way -= 1
         return RequestFuncOutput()
 
-    asyncio.run(send_all(REQUESTS, send, [0.0] * 8, max_concurrency=limit))
+    asyncio.run(send_all(SINGLE, send, [0.0] * 8, max_concurrency=limit))
     assert seen == max_running
 
 
@@ -94,5 +95,62 @@ def test_a_request_is_sent_when_it_arrives(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(traffic, "asyncio", SimpleNamespace(TaskGroup=asyncio.TaskGroup, sleep=sleep))
     monkeypatch.setattr(traffic, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    asyncio.run(send_all(REQUESTS[:3], send, [0.0, 10.0, 30.0]))
+    asyncio.run(send_all(SINGLE[:3], send, [0.0, 10.0, 30.0]))
     assert sent == [5.0, 15.0, 35.0]
+
+
+def test_a_turn_is_sent_after_the_answer_and_the_pause_before_it_with_what_was_said(monkeypatch: pytest.MonkeyPatch):
+    now, sent = [0.0], list[tuple[float, object, int]]()
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    async def send(request: RequestFuncInput) -> RequestFuncOutput:
+        sent.append((now[0], request.joined(), request.prompt_len))
+        now[0] += 2.0
+        return RequestFuncOutput(f"({request.prompt})", success=True, prompt_len=request.prompt_len, output_tokens=4)
+
+    monkeypatch.setattr(traffic, "asyncio", SimpleNamespace(TaskGroup=asyncio.TaskGroup, sleep=sleep))
+    first, second, third = (
+        RequestFuncInput(each, "", 3, 9, "m", delay=delay) for each, delay in zip("abc", (7, 0, 5), strict=True)
+    )
+    outputs, _ = asyncio.run(send_all([[first, second, third]], send, [0.0]))
+    assert sent == [(0.0, "a", 3), (2.0, "a(a)b", 3 + 4 + 3), (9.0, "a(a)b(b)c", 10 + 4 + 3)], (
+        "a first turn has arrived"
+    )
+    assert [(each.generated_text, each.turn) for each in outputs] == [("(a)", 0), ("(b)", 1), ("(c)", 2)]
+
+
+def test_conversations_keep_their_place_while_they_pause_and_outputs_their_order():
+    running, most, sent = set[str](), 0, list[str]()
+
+    async def send(request: RequestFuncInput) -> RequestFuncOutput:
+        nonlocal most
+        sent.append(request.prompt)
+        running.add(request.prompt[0])
+        most = max(most, len(running))
+        await asyncio.sleep(0)
+        if request.prompt[1] == "2":
+            running.remove(request.prompt[0])
+        return RequestFuncOutput(request.prompt, success=True)
+
+    turns = [[RequestFuncInput(f"{name}{at}", "", 1, 1, "m", delay=0.01) for at in range(3)] for name in "abcd"]
+    ended: list[int] = []
+    outputs, _ = asyncio.run(send_all(turns, send, [0.0] * 4, max_concurrency=2, on_end=lambda: ended.append(1)))
+    assert most == 2 and {*sent[:6]} == {f"{name}{at}" for name in "ab" for at in range(3)}
+    assert [each.generated_text for each in outputs] == [f"{name}{at}" for name in "abcd" for at in range(3)]
+    assert len(ended) == 12
+
+
+def test_after_a_turn_that_fails_no_other_of_its_conversation_is_sent():
+    sent = []
+
+    async def send(request: RequestFuncInput) -> RequestFuncOutput:
+        sent.append(request.prompt)
+        return RequestFuncOutput(success=request.prompt != "1", error="kaputt" if request.prompt == "1" else "")
+
+    outputs, _ = asyncio.run(send_all([REQUESTS[:4], REQUESTS[4:6]], send, [0.0, 0.0]))
+    assert sorted(sent) == ["0", "1", "4", "5"]
+    unsent = "not sent, since turn 2 of its conversation failed"
+    assert [each.error for each in outputs] == ["", "kaputt", unsent, unsent, "", ""]
+    assert [each.turn for each in outputs] == [0, 1, 2, 3, 0, 1]

@@ -76,6 +76,28 @@ def test_goodput_counts_the_requests_that_meet_every_objective(metrics):
     assert calculate_metrics(outputs(), 1.0, [99], {}).request_goodput is None
 
 
+def test_first_turns_of_conversations_have_numbers_of_their_own():
+    made = [answered(ttft, latency=latency, tokens=tokens) for ttft, latency, tokens in
+            ((0.8, 1.0, 5), (0.4, 0.8, 5), (0.1, 0.3, 3), (0.2, 0.2, 1), (0.3, 0.7, 5))]  # fmt: skip
+    for output, turn, cached in zip(made, (0, 0, 1, 1, 2), (0, 5, 8, 9, 7), strict=True):
+        output.turn, output.cached_tokens = turn, cached  # of 10
+    finish_outputs(made, None)
+    metrics = calculate_metrics(made, 2.0, [99], {})
+    result = flatten_metrics(metrics)
+    assert (result["mean_first_turn_ttft_ms"], result["median_later_turns_ttft_ms"]) == pytest.approx((600, 200))
+    assert (result["first_turn_cached_share"], result["later_turns_cached_share"]) == pytest.approx((5 / 20, 24 / 30))
+    # TPOT 50 and 100 ms, the median 75; 100 and 100
+    assert (result["first_turn_interactivity"], result["later_turns_interactivity"]) == pytest.approx((1 / 0.075, 10))
+    table = format_table(metrics, [], [99]).splitlines()
+    first, later = (
+        next(at for at, line in enumerate(table) if name in line) for name in ("First Turns", "Later Turns")
+    )
+    assert table[first + 1] == "Mean TTFT (ms):                          600.00"
+    assert table[later + 5] == "Cached prompt tokens (%):                80.00"
+    single = calculate_metrics(made[:2], 2.0, [99], {})
+    assert not single.turns and "first_turn_cached_share" not in flatten_metrics(single)
+
+
 def test_what_was_not_measured_has_no_number():
     made = [answered(None, latency=0.5, tokens=20)]
     finish_outputs(made, None)

@@ -32,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
 
 from atom import cli
-from atom.benchmarks import benchmark_serving
+from atom.benchmarks import benchmark_serving, compare, matrix
 from atom.cache import Cache, key_of
 from atom.compiler import compile_graph
 from atom.compiler.artifact import machine_ingredients
@@ -194,7 +194,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("atom.config.recipes.fetch_file", lambda *_, **__: here / "mine.yaml")
     run_jobs_here(monkeypatch)
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
-    monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
+    for module in (benchmark_serving, matrix, compare):
+        monkeypatch.setattr(module, "run", lambda args: 0)
     yield here
     for name, own in MODULES.items():
         sys.modules.pop(name, None)

@@ -7,7 +7,7 @@ import sys
 COMMANDS = {
     "benchmark_serving": "measures a server over HTTP, as `vllm bench serve` does",
     "matrix": "starts servers, and measures each with several lengths and concurrencies",
-    "compare": "shows two results, or two folders of them, side by side",
+    "compare": "shows two results, or two folders of them, side by side; or one",
 }
 
 

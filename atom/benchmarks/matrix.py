@@ -4,6 +4,8 @@ Each case has a result file.
 
     python -m atom.benchmarks.matrix --model org/model --tp 1 8 --input-len 1024 8192 --output-len 1024 \\
         --concurrency 4 8 16 32 --result-dir results --server-args="--kv_cache_dtype fp8"
+    python -m atom.benchmarks.matrix --model org/model --dataset-name multi-turn --input-len 1500 --output-len 100 \\
+        --concurrency 1 8 32 --plot
 
 A server is started for each tensor-parallel size with cases left to measure, and stopped after it. Existing results are
 kept, so that an interrupted matrix continues where it was; a result with failed requests is measured again. Cases of a
@@ -36,7 +38,13 @@ from atom.benchmarks.benchmark_utils import (
     report,
     say,
 )
+from atom.benchmarks.compare import read_results, show
 from atom.benchmarks.server_process import DEFAULT_SERVER, find_free_port, is_alive, make_command, running_server
+
+LENGTHS = {  # flags of each data set's lengths
+    "random": ("--random-input-len", "--random-output-len"),
+    "multi-turn": ("--multi-turn-new-len", "--multi-turn-output-len"),
+}
 
 
 class Case(NamedTuple):
@@ -59,13 +67,30 @@ def make_parser() -> FlagParser:
     add = parser.add_argument
     add("--model", required=True, help="folder or hub id, for the server and for the requests")
     add("--tp", type=positive_int, nargs="+", default=[1], help="tensor-parallel sizes: a server each")
-    add("--input-len", type=positive_int, nargs="+", default=[1024], help="tokens of a prompt")
+    add("--dataset-name", choices=[*LENGTHS], default="random", help="independent requests, or conversations")
+    add("--input-len", type=positive_int, nargs="+", default=[1024], help="tokens of a prompt, or that a turn adds")
     add("--output-len", type=positive_int, nargs="+", default=[1024], help="tokens of an answer")
-    add("--concurrency", type=positive_int, nargs="+", default=[4, 8, 16, 32], help="requests under way")
-    add("--num-prompts-per-concurrency", type=positive_int, default=10, help="requests = this × concurrency")
+    add(
+        "--concurrency",
+        type=positive_int,
+        nargs="+",
+        default=[4, 8, 16, 32],
+        help="requests or conversations under way",
+    )
+    add(
+        "--num-prompts-per-concurrency",
+        type=positive_int,
+        default=10,
+        help="requests or conversations = this × concurrency",
+    )
     add("--range-ratio", type=float, default=0.8, help="lengths are uniform from this share of them up to them")
     add("--result-dir", default="results", help="folder of the results and the servers' logs")
-    add("--prefix", help="of the results' names; by default the model's name")
+    add("--prefix", help="of the results' names; by default the model's name, and multi-turn if that is measured")
+    add(
+        "--plot",
+        action="store_true",
+        help="draw PREFIX.png and PREFIX.html: tokens/s of a user against tokens/s of a GPU",
+    )
     add("--server-command", default=DEFAULT_SERVER, help="starts a server; {model}, {port} and {tp} are filled in")
     add("--server-args", default="", help='more flags of the server, as one text: --server-args="--level 1"')
     add("--bench-args", default="", help='more flags of benchmark_serving, as one text: --bench-args="--seed 1"')
@@ -80,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = make_parser().read(join_texts(sys.argv[1:] if argv is None else argv))
-    args.prefix = args.prefix or args.model.rstrip("/").rpartition("/")[2]
+    kind = "" if args.dataset_name == "random" else f"-{args.dataset_name}"
+    args.prefix = args.prefix or args.model.rstrip("/").rpartition("/")[2] + kind
     if not re.fullmatch(r"[\w.+-]+", args.prefix):
         raise UsageError(f"--prefix {args.prefix}: it is part of a file's name; give letters, digits, . + - and _")
     if not 0 < args.range_ratio <= 1:
@@ -114,6 +140,9 @@ def run(args: argparse.Namespace) -> int:
             print(summarize(case.file_name(args.prefix).removesuffix(".json"), result))
     for trouble in troubles:
         say(trouble)
+    if args.plot and any(read_result(path_of(args, case)) for case in cases):
+        path = str(Path(args.result_dir, args.prefix))
+        show([read_results(path)], Path(path))
     return 1 if troubles else 0
 
 
@@ -166,9 +195,8 @@ def measure_case(args: argparse.Namespace, case: Case, url: str) -> str:
         "--model": args.model,
         "--backend": "vllm",
         "--base-url": url,
-        "--dataset-name": "random",
-        "--random-input-len": case.input_len,
-        "--random-output-len": case.output_len,
+        "--dataset-name": args.dataset_name,
+        **dict(zip(LENGTHS[args.dataset_name], (case.input_len, case.output_len), strict=True)),
         "--random-range-ratio": args.range_ratio,
         "--num-prompts": num_prompts,
         "--max-concurrency": case.concurrency,

@@ -37,7 +37,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send_error(500)
         if self.mode == "hangs":
             time.sleep(60)
-        token: dict[str, Any] = {"choices": [{"text": " a", "finish_reason": None}]}
+        ids = {"token_ids": [7]} if body.get("return_token_ids") else {}
+        token: dict[str, Any] = {"choices": [{"text": " a", "finish_reason": None, **ids}]}
         counts = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
         events = [json.dumps(token)] * body["max_tokens"] + [json.dumps({"choices": [], "usage": counts}), "[DONE]"]
         data = "".join(f"data: {each}\n\n" for each in events).encode()

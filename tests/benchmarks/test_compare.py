@@ -91,6 +91,18 @@ def test_throughput_is_drawn_by_gpu_against_interactivity(folders: Path, monkeyp
     ]
 
 
+def test_one_set_has_no_ratios_and_a_curve_by_what_was_under_way(folders: Path, capsys: pytest.CaptureFixture[str]):
+    for at, tpot in ((16, 10.0), (4, 5.0)):
+        turns = {"median_first_turn_ttft_ms": 30.0 * at, "max_concurrency": at}
+        (folders / f"vllm-infqps-concurrency{at}-m.json").write_text(result(100.0 * at, 20.0, tpot, **turns))
+    assert main([".", "--output", "curve"]) == 0
+    head, *rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["config", "output tok/s", "median TTFT ms", "median TPOT ms", "first turn TTFT ms"]
+    assert rows[0] == ["vllm-infqps-concurrency16-m", "1600.0", "20.0", "10.0", "480.0"]
+    texts = Page((folders / "curve.html").read_text()).texts
+    assert texts.index("c4") < texts.index("c16"), "in the order of the line"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "note"),
@@ -188,7 +200,7 @@ def test_folders_of_the_same_name_are_kept_apart(folders: Path, capsys: pytest.C
         (["before", "half.json"], "compare: half.json is no JSON file"),
         (["before", "after/notes.json"], "compare: after/notes.json is not a result of benchmark_serving"),
         (["before", "lone"], "compare: before and lone have no result in common"),
-        (["before"], "compare: the following arguments are required: B"),
+        ([], "compare: the following arguments are required: A"),
         (["before", "after", "--nope"], "compare: unrecognized arguments: --nope"),
     ],
 )

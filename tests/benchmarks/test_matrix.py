@@ -75,6 +75,24 @@ def test_a_server_for_each_size_and_a_result_for_each_case(
     assert "starting " not in capfd.readouterr().err
 
 
+def test_conversations_are_measured_by_how_many_are_under_way_and_drawn(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    argv = [*flags, "--concurrency", "2", "1", "--dataset-name", "multi-turn", "--plot"]
+    more = "--disable-tqdm --save-detailed --multi-turn-turns 3 --multi-turn-shared-len 5"
+    assert main([*argv, f"--bench-args={more}"]) == 0
+    results, name = tmp_path / "results", "tiny-multi-turn_tp1_isl16_osl4_conc{}.json"
+    first, second = (json.loads((results / name.format(at)).read_text()) for at in (1, 2))
+    assert (first["num_prompts"], second["num_prompts"], second["completed"]) == (2, 4, 12)
+    assert second["turns"] == [0, 1, 2] * 4 and 5 + 13 <= second["input_lens"][0] <= 5 + 16
+    assert {"mean_first_turn_ttft_ms", "later_turns_interactivity"} <= second.keys()
+    assert (results / "tiny-multi-turn.png").stat().st_size > 1000
+    page = (results / "tiny-multi-turn.html").read_text()
+    assert all(f">{each}<" in page for each in ("c1", "c2", "tiny-multi-turn tp1", "input 16, output 4"))
+    table = capfd.readouterr().out
+    assert "first turn TTFT ms" in table and " ratio" not in table
+
+
 @pytest.mark.slow
 def test_a_server_that_dies_is_reported_and_leaves_what_is_done(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -25,22 +26,25 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import atom
 from atom.devices import count_devices, find_device
-from scripts.bench_results import Origin, Result, find_origin, number, save, shorten
+from scripts.bench_results import Origin, Result, find_origin, is_less_better, number, save, shorten
 from scripts.bench_rows import (
+    AGENTS,
     FP8,
     FP8_TITLE,
     GRAPHS,
     LARGE_MODEL,
     LOAD,
+    MIN_CACHED,
     NAMES,
     PACKED_START,
     ROWS,
     STARTS,
     SUMS,
+    Agents,
     Row,
     Start,
     gpus_of,
@@ -48,6 +52,7 @@ from scripts.bench_rows import (
 )
 
 if TYPE_CHECKING:
+    from atom import LLMEngine
     from atom.config import Config
     from atom.jobs.bench.roofline import Costs, Limits
     from atom.runtime.engine import Engine
@@ -64,7 +69,7 @@ MIN_EXPERTS_READ = 0.95  # of those that uniform routing reads: a router with fe
 
 @dataclass
 class Figure:
-    """A row as measured. title, load, unit: as in `bench_results`; a unit without a slash is a time, less is better."""
+    """A row as measured. title, load, unit: as in `bench_results`."""
 
     title: str
     load: str
@@ -72,7 +77,8 @@ class Figure:
     target: float
     values: list[float] = field(default_factory=list)  # of the runs; empty if it could not be measured
     limit: float | None = None  # by this run's ceilings
-    compared: dict[str, float] = field(default_factory=dict)  # other figures of the same run, by name
+    goal: str = ""  # what a target that is not known stands for: it is not missed
+    compared: dict[str, float] = field(default_factory=dict)  # other figures of the same run or of others, by name
     details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` reports them
 
     @property
@@ -81,11 +87,7 @@ class Figure:
 
     @property
     def best(self) -> float:
-        return (min if self.is_time else max)(self.values)
-
-    @property
-    def is_time(self) -> bool:
-        return "/" not in self.unit
+        return (min if is_less_better(self.unit) else max)(self.values)
 
     @property
     def share(self) -> float | None:
@@ -99,7 +101,9 @@ class Figure:
     def is_met(self) -> bool:
         if not self.is_valid:
             return False
-        return self.median <= self.target if self.is_time else self.median >= self.target
+        if self.goal:
+            return True
+        return self.median <= self.target if is_less_better(self.unit) else self.median >= self.target
 
     def describe(self) -> dict[str, Any]:
         if not self.values:
@@ -178,6 +182,18 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
     for name, figure in figures.items():
         if name in ROWS and ROWS[name].than:
             compare_row(ROWS[name], figure, figures[ROWS[name].than])
+    for engine in dict.fromkeys(row.engine for row in AGENTS.values()):
+        rows = {name: AGENTS[name] for name in names if name in AGENTS and AGENTS[name].engine == engine}
+        if rows:
+            made = {name: agents_figures(name, row) for name, row in rows.items()}
+            figures |= {name: figure for each in made.values() for name, figure in each.items()}
+            with reported(", ".join(rows)):
+                for name, talks in run_isolated(measure_agents, rows, runs).items():
+                    take_talks(name, made[name], talks)
+    for name in filter(AGENTS.__contains__, names):
+        if AGENTS[name].than:
+            cached = figures[AGENTS[name].than].details.get("cached_shares")
+            figures[f"{name}-cached"].target = 100 * MIN_CACHED * (statistics.median(cached) if cached else math.nan)
     for name in filter(SUMS.__contains__, names):
         num, target = SUMS[name]
         sizes = [2 * rows * SUM_WIDTH // 1024 for rows in SUM_ROWS]
@@ -302,6 +318,78 @@ def measure_row(
 
 def count_tokens(output: Any, counted: str) -> int:
     return int(output.prompt_len if counted == "input" else output.output_tokens)
+
+
+class Talks(NamedTuple):
+    """A run of conversations."""
+
+    seconds: list[float]  # of each turn
+    cached_share: float  # of prompt tokens, in the prefix cache
+
+
+def agents_figures(name: str, row: Agents) -> dict[str, Figure]:
+    """Of all turns and of the first one, and of what is cached if it is held against a dense model."""
+    total, first = (
+        Figure(row.title, f"{row.load}{turn}", "s", row.targets[at], goal=row.goal)
+        for at, turn in enumerate(("", ", first turn"))
+    )
+    for rival, (seconds, first_seconds) in row.compared.items():
+        total.compared[rival], first.compared[rival] = seconds, first_seconds
+    figures = {name: total, f"{name}-first": first}
+    return figures | ({f"{name}-cached": Figure(row.title, f"{row.load}, cached", "%", math.nan)} if row.than else {})
+
+
+def take_talks(name: str, figures: Mapping[str, Figure], talks: Sequence[Talks]) -> None:
+    total, cached = figures[name], figures.get(f"{name}-cached")
+    total.values, figures[f"{name}-first"].values = (
+        [sum(run.seconds) for run in talks],
+        [run.seconds[0] for run in talks],
+    )
+    total.details |= {"turns": [run.seconds for run in talks], "cached_shares": [run.cached_share for run in talks]}
+    if cached:
+        cached.values = [100 * run.cached_share for run in talks]
+    for each, figure in figures.items():
+        print_figure(each, figure)
+
+
+def measure_agents(rows: Mapping[str, Agents], runs: int) -> dict[str, list[Talks]]:
+    """Runs of the rows of one engine, each after one that warms it up."""
+    from atom import LLMEngine
+    from atom.config.load import load
+    from atom.process.gc_utils import settle
+
+    first = next(iter(rows.values()))
+    with checkpoint(first.model) as folder:
+        engine = LLMEngine.from_config(load(first.overrides(folder)))
+    found = {}
+    for name, row in rows.items():
+        talk(engine, row, 0)
+        settle()
+        found[name] = [talk(engine, row, seed) for seed in range(1, runs + 1)]
+    engine.close()
+    return found
+
+
+def talk(engine: LLMEngine, row: Agents, seed: int) -> Talks:
+    """Hold new conversations; their seconds are those of the engine only."""
+    from atom import SamplingParams
+
+    chance, vocab = random.Random(seed), engine.config.model.vocab
+
+    def draw(num: int) -> list[int]:
+        return [chance.randrange(vocab) for _ in range(num)]
+
+    params = SamplingParams(temperature=0, max_tokens=row.output_len, ignore_eos=True)
+    shared, seconds, num_prompt = draw(row.shared_len), list[float](), 0
+    histories, before = [shared] * row.num_sessions, engine.metrics.scheduler.num_prefix_hit_tokens
+    for _ in range(row.num_turns):
+        histories = [[*each, *draw(row.new_len)] for each in histories]
+        num_prompt += sum(map(len, histories))
+        started = time.perf_counter()
+        answers = engine.generate(histories, params)
+        seconds.append(time.perf_counter() - started)
+        histories = [[*each, *answer["token_ids"]] for each, answer in zip(histories, answers, strict=True)]
+    return Talks(seconds, (engine.metrics.scheduler.num_prefix_hit_tokens - before) / num_prompt)
 
 
 @contextmanager
@@ -496,9 +584,11 @@ def describe_figure(name: str, figure: Figure) -> str:
     if not figure.values:
         return f"{name}: failed"
     off = abs(figure.median / figure.target - 1)
-    verdict = "reached" if figure.is_met else f"missed by {off:.0%}"
+    verdict = f"{number(figure.target)} is {'reached' if figure.is_met else f'missed by {off:.0%}'}"
+    if figure.goal:
+        verdict = f"to be reached: {figure.goal}, which are not known"
     share = "" if figure.limit is None else f", {figure.median / figure.limit:.0%} of the limit"
-    return f"{name}: {number(figure.median)} {figure.unit}{share}; {number(figure.target)} is {verdict}"
+    return f"{name}: {number(figure.median)} {figure.unit}{share}; {verdict}"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Result(Origin):
     model: str
     load: str
     value: float
-    unit: str  # a rate such as tok/s, or a time or a size, of which less is better
+    unit: str  # a rate such as tok/s, a share in %, or a time or a size, of which less is better
     share_of_limit: NotRequired[float]
     compared: NotRequired[dict[str, float]]  # the figure of others, by name
 
@@ -122,8 +122,12 @@ def compare(row: Result, rival: str) -> str:
     """The figure of another, and how many times better ours is."""
     if (theirs := row.get("compared", {}).get(rival)) is None:
         return ""
-    ratio = row["value"] / theirs if "/" in row["unit"] else theirs / row["value"]
+    ratio = theirs / row["value"] if is_less_better(row["unit"]) else row["value"] / theirs
     return f"{number(theirs)} ({ratio:.2f})"
+
+
+def is_less_better(unit: str) -> bool:
+    return "/" not in unit and unit != "%"
 
 
 def number(value: float) -> str:

@@ -1,7 +1,8 @@
-"""Rows of scripts/bench-gpu: workloads, starts and sums, with their targets."""
+"""Rows of scripts/bench-gpu: workloads, conversations, starts and sums, with their targets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -148,6 +149,58 @@ ROWS |= {
     **named("next-mtp", multiples("MTP, 1.8 tokens a step", "next", {1: 1.3}, MTP)),
     **named("next-mtp2", multiples("MTP, 2.44 tokens a step", "next", {1: 1.3}, MTP2)),
 }
+
+
+class Agents(NamedTuple):
+    """Conversations that take turns: all send what was said and new tokens at once, and wait for all answers."""
+
+    title: str
+    model: str
+    num_sessions: int
+    shared_len: int  # tokens that all begin with
+    new_len: int  # that a turn adds
+    output_len: int  # of an answer
+    targets: tuple[float, float]  # on an H200: seconds of all turns and of the first one; nan: not known
+    goal: str = ""  # what a target that is not known stands for
+    compared: Mapping[str, tuple[float, float]] = {}  # others' seconds, by name
+    setup: tuple[str, ...] = ()
+    than: str = ""  # the row of a dense model, of whose cached tokens this one is to have MIN_CACHED
+    num_turns: int = 6
+    num_gpus: int = 1
+
+    @property
+    def load(self) -> str:
+        turns = f"{self.num_sessions} conversations × {self.num_turns} turns"
+        return f"{turns}, {self.shared_len} shared + {self.new_len} new in / {self.output_len} out"
+
+    @property
+    def engine(self) -> tuple[str, tuple[str, ...]]:
+        """What rows of one engine have in common."""
+        return self.model, self.setup
+
+    def overrides(self, folder: Path) -> list[str]:
+        return [f"checkpoint={folder}", "load_dummy=true", "serve.max_model_len=32768", *self.setup]
+
+
+MIN_CACHED, UNKNOWN = 0.9, (math.nan, math.nan)
+AGENTS = {
+    "agents-32": Agents(
+        "Qwen3-8B bf16", "qwen3_8b", 32, 2000, 1500, 100, (14.9, 1.9), compared={"vLLM 0.26": (16.2, 2.11)}
+    ),
+    "agents-64": Agents("Qwen3-8B bf16", "qwen3_8b", 64, 8000, 500, 200, UNKNOWN, "vLLM's seconds / 1.5"),
+}
+AGENTS |= {
+    f"next-{name}": row._replace(
+        title=NEXT_TITLE,
+        model=NEXT_MODEL,
+        setup=NEXT,
+        targets=UNKNOWN,
+        goal="vLLM's seconds",
+        compared={},
+        than=name,
+    )
+    for name, row in AGENTS.items()
+}
 GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
 
 
@@ -175,7 +228,7 @@ STARTS = {
     "start-next": Start(NEXT_TITLE, NEXT_MODEL, MIXTURE_START, NEXT),
 }
 SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
-NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)
+NAMES = (*ROWS, GRAPHS, *AGENTS, *SUMS, *STARTS, PACKED_START, LOAD)
 
 
 def gpus_of(name: str) -> int:
@@ -183,8 +236,8 @@ def gpus_of(name: str) -> int:
     return SUMS[name][0] if name in SUMS else getattr(find_row(name), "num_gpus", 1)
 
 
-def find_row(name: str) -> Row | Start | None:
-    return ROWS.get(name) or STARTS.get(name)
+def find_row(name: str) -> Row | Agents | Start | None:
+    return ROWS.get(name) or AGENTS.get(name) or STARTS.get(name)
 
 
 def with_compared(names: Sequence[str]) -> list[str]:

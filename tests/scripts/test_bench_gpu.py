@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import eagle3
 import pytest
 
+from atom import LLMEngine
 from scripts import bench_gpu, bench_results, bench_rows
 from scripts.bench_gpu import Figure, describe_figure, measure_model
 from scripts.bench_results import Origin
-from scripts.bench_rows import Row, with_compared
+from scripts.bench_rows import Agents, Row, with_compared
 
 LIMITS = {"bandwidth": 4.47e12, "flops": 804e12, "fp8": 1411e12}
 
@@ -33,6 +36,15 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert not figure("s", 8, []).is_met
     assert figure("µs", 8, [8, 30, 7]).is_met and not figure("GB/s", 8, [7.9]).is_met
     assert (figure("s", 8, [9, 30, 7]).best, figure("tok/s", 8, [9, 30, 7]).best) == (7, 30)
+
+
+def test_a_share_is_reached_from_the_target_upwards_and_an_unknown_target_not_missed():
+    assert figure("%", 80, [81, 79, 90]).is_met and figure("%", 80, [81, 90]).best == 90
+    assert not figure("%", 80, [79]).is_met and not figure("%", math.nan, [79]).is_met
+    unknown = Figure("A model", "a load", "s", math.nan, [4.0], goal="vLLM's seconds")
+    assert unknown.is_met
+    assert describe_figure("row", unknown) == "row: 4.0 s; to be reached: vLLM's seconds, which are not known"
+    assert not Figure("A model", "a load", "s", math.nan, goal="vLLM's seconds").is_met, "it was not measured"
 
 
 def test_a_mixture_that_reads_too_few_experts_reaches_nothing():
@@ -106,6 +118,51 @@ def test_rows_are_measured_in_one_engine_until_one_fails(tiny_rows: dict[str, Ro
     shown = capsys.readouterr().err
     assert "sampled: " in shown and "of its limit" in shown
     assert "job.input_len" in shown and "bench-gpu: tiny failed" in shown
+
+
+@pytest.fixture
+def tiny_agents(tiny_rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> dict[str, Agents]:
+    small = ("device=cpu", "level=1", "serve.kv_cache_memory=4194304", "serve.block_size=8", "serve.max_model_len=256")
+    dense = Agents("A", "tiny", 3, 16, 8, 4, (60.0, 0.0), compared={"other": (9.0, 2.0)}, setup=small, num_turns=3)
+    other = dense._replace(title="B", targets=(math.nan, math.nan), goal="more", compared={}, than="dense")
+    rows = {"dense": dense, "other": other}
+    for module in (bench_gpu, bench_rows):
+        monkeypatch.setattr(module, "AGENTS", rows)
+    monkeypatch.setattr(bench_gpu, "run_isolated", lambda work, *given: work(*given))
+    monkeypatch.setattr(bench_rows, "NAMES", (*tiny_rows, bench_gpu.GRAPHS, *rows))
+    return rows
+
+
+def test_agents_take_turns_in_one_engine(tiny_agents: dict[str, Agents], monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    generate = LLMEngine.generate
+
+    def watch(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
+        answers = generate(engine, prompts, params)
+        asked.append((prompts, [answer["token_ids"] for answer in answers]))
+        return answers
+
+    monkeypatch.setattr(LLMEngine, "generate", watch)
+    figures = bench_gpu.measure(with_compared(["other"]), 2, LIMITS)
+    assert [*figures] == ["dense", "dense-first", "other", "other-first", "other-cached"]
+    assert [[len(prompt) for prompt in prompts] for prompts, _ in asked] == [[24] * 3, [36] * 3, [48] * 3] * 6
+    for (before, answers), (prompts, _) in itertools.pairwise(asked[:3]):
+        for said, answer, prompt in zip(before, answers, prompts, strict=True):
+            assert prompt[: len(said)] == said and prompt[len(said) : -8] == answer and len(answer) == 4
+    assert len({tuple(prompt[:16]) for prompts, _ in asked[:3] for prompt in prompts}) == 1
+    assert len({tuple(prompts[0][:16]) for prompts, _ in asked[::3]}) == 3, (
+        "new prompts in each run, alike in both rows"
+    )
+
+    dense, cached = figures["dense"], figures["other-cached"]
+    assert dense.values == [sum(turns) for turns in dense.details["turns"]]
+    assert figures["dense-first"].values == [turns[0] for turns in dense.details["turns"]]
+    assert (dense.is_met, figures["dense-first"].is_met, dense.compared) == (True, False, {"other": 9.0})
+    # of 24 + 36 + 48: blocks of 8 of what was said, in the first turn those that another has computed
+    assert all((24 + 32) / 108 <= share <= (16 + 24 + 40) / 108 for share in dense.details["cached_shares"])
+    assert cached.target == pytest.approx(90 * statistics.median(dense.details["cached_shares"]))
+    assert cached.is_met and cached.values == [100 * each for each in figures["other"].details["cached_shares"]]
+    assert (cached.load, cached.unit) == ("3 conversations × 3 turns, 16 shared + 8 new in / 4 out, cached", "%")
 
 
 def test_a_row_with_a_draft_is_held_against_the_same_without(

@@ -6,7 +6,7 @@ import pytest
 
 from atom.config.load import load
 from scripts.bench_gpu import checkpoint
-from scripts.bench_rows import NAMES, ROWS, STARTS, with_compared
+from scripts.bench_rows import AGENTS, NAMES, ROWS, STARTS, with_compared
 
 
 @pytest.mark.sampled(24)
@@ -22,6 +22,31 @@ def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     assert config.sampling.temperature == (0.6 if "sampled" in row.load else 0)
     assert config.job.input_len in row.load
     assert config.parallel.num_ranks == row.num_gpus
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_row_of_agents_fits_into_the_context_of_a_model_that_is_there(name: str):
+    row = AGENTS[name]
+    with checkpoint(row.model) as folder:
+        config = load([*row.overrides(folder), "device=cpu", "tune=false"])
+    assert (config.dtype, config.load_dummy, config.serve.enable_prefix_caching) == ("bf16", True, True)
+    assert row.shared_len + row.num_turns * (row.new_len + row.output_len) <= config.serve.max_model_len == 32768
+    assert row.load.startswith(f"{name.rpartition('-')[2]} conversations × 6 turns, ")
+
+
+def test_agents_have_the_targets_of_their_model_and_hybrids_those_of_a_dense_ones_cache():
+    targets = {name: (row.targets, row.goal, row.than) for name, row in AGENTS.items()}
+    assert targets["agents-32"] == ((14.9, 1.9), "", "")
+    assert {name: (goal, than) for name, (_, goal, than) in targets.items() if goal} == {
+        "agents-64": ("vLLM's seconds / 1.5", ""),
+        "next-agents-32": ("vLLM's seconds", "agents-32"),
+        "next-agents-64": ("vLLM's seconds", "agents-64"),
+    }
+    assert {row.engine for row in AGENTS.values()} == {
+        ("qwen3_8b", ()), ("qwen3_next_80b_a3b", ("model.layers=24",))
+    }  # fmt: skip
+    assert with_compared(["next-agents-64", "start"]) == ["agents-64", "next-agents-64", "start"]
 
 
 def test_rows_of_a_layout_share_an_engine_and_say_what_is_to_be_reached():
@@ -58,7 +83,7 @@ def test_a_hybrid_is_held_against_another_by_its_share_of_the_limit():
 
 
 def test_no_two_rows_have_the_same_place_in_a_table():
-    places = [(row.title, row.load) for row in ROWS.values()]
+    places = [(row.title, row.load) for rows in (ROWS, AGENTS) for row in rows.values()]
     assert len({*places}) == len(places)
     assert len({start.title for start in STARTS.values()}) == len(STARTS)
     assert len({*NAMES}) == len(NAMES)

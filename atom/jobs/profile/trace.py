@@ -31,7 +31,7 @@ KINDS = {
             "^_multiply$|^_(gate_up|down|expand)_kernel$",
         ),
         "recurrent": (
-            "causal_conv|gated_delta|solve_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
+            "causal_conv|gated_delta|_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
             r"\.(ssm_decay|time_step)$",
         ),
         "routing": (

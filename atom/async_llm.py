@@ -27,7 +27,7 @@ from typing import Any
 from atom.assemble import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
-from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
+from atom.embeddings import POOLED, describe_embedding, embedding_of, pooling_of, similarities
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.llm import answer
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
@@ -123,7 +123,7 @@ class AsyncLLMEngine:
     async def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
         """The cosine similarity of embeddings; see `LLMEngine.score`."""
         first, second = scored_prompts(data_1, data_2)
-        return similarities(await self._pool([*first, *second]), len(first))
+        return similarities(list(map(embedding_of, await self._pool([*first, *second]))), len(first))
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter of a folder under a name. CheckpointError if it is not of this model."""

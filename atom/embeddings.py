@@ -43,9 +43,9 @@ def describe_embedding(sequence: Sequence, config: Config) -> dict[str, Any]:
     return {"embedding": vector.tolist(), "num_tokens_input": len(sequence.prompt)}
 
 
-def similarities(embedded: List[Sequence], num_first: int) -> list[float]:
-    """The cosine similarities of the first prompts, or of the only first one, with the others."""
-    vectors = np.stack([embedding_of(each) for each in embedded]).astype(np.float64)
+def similarities(embeddings: List[npt.NDArray[np.float32]], num_first: int) -> list[float]:
+    """The cosine similarities of the first embeddings, or of the only first one, with the others."""
+    vectors = np.stack(embeddings).astype(np.float64)
     left, right = vectors[:num_first], vectors[num_first:]
     lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()

@@ -23,7 +23,7 @@ from atom.assemble import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
-from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
+from atom.embeddings import POOLED, describe_embedding, embedding_of, pooling_of, similarities
 from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
 from atom.measurement.phases import PhaseClock
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompts_of, scored_prompts
@@ -143,7 +143,7 @@ class LLMEngine:
         Embeddings are those of serve.pooler_config.pooling_type; RequestError if it is not set.
         """
         first, second = scored_prompts(data_1, data_2)
-        return similarities(self._pool([*first, *second]), len(first))
+        return similarities(list(map(embedding_of, self._pool([*first, *second]))), len(first))
 
     def embed(
         self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None

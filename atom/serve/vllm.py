@@ -28,6 +28,7 @@ INSTEAD = {
     "guided_whitespace_pattern": LLGUIDANCE,
     "include_reasoning": "reasoning is always in reasoning_content; leave it out",
     "is_3d_lora_weight": "experts' adapters are read as PEFT writes them, with the server's serve.lora_experts=true",
+    "instruction": "no template is applied to texts that are compared; write it into the query",
     "kv_transfer_params": NO_TRANSFER,
     "length_penalty": NO_BEAMS,
     "load_inplace": "unload the adapter first, by POST /v1/unload_lora_adapter; leave it out",
@@ -55,12 +56,12 @@ INSTEAD = {
     "structured_outputs.structural_tag": "send grammar, or tools with tool_choice=required, which forces a call",
     "structured_outputs.whitespace_pattern": LLGUIDANCE,
     "truncation_side": "truncate_prompt_tokens keeps a prompt's last tokens, an embedding's first; leave it out",
+    "use_activation": "a score is the cosine similarity of two embeddings; leave it out",
     "use_beam_search": NO_BEAMS,
     "vllm_xargs": "there is no extension that reads it; leave it out",
     "watermarking": "answers bear no watermark; leave it out",
 }
 
-SCORES = "compare the vectors of POST /v1/embeddings, as LLM.score does in Python"
 LABELS = "structured_outputs.choice limits an answer of POST /v1/chat/completions to labels"
 NO_MEDIA = "models read and write only text here"
 FIXED = "weights stay what they are while a server runs; start it again, or load an adapter: serve.lora_modules"
@@ -90,12 +91,10 @@ ROUTES = {
     "/pooling": "write POST /v1/embeddings",
     "/readyz": "write GET /ready",
     "/release_kv_cache_memory": "write POST /sleep?level=1, with serve.enable_sleep_mode=true",
-    "/rerank": SCORES,
     "/reset_encoder_cache": NO_MEDIA,
     "/reset_mm_cache": NO_MEDIA,
     "/resume": PAUSE,
     "/scale_elastic_ep": RANKS,
-    "/score": SCORES,
     "/shutdown_weight_transfer_engine": FIXED,
     "/start_draft_weight_update": FIXED,
     "/start_weight_update": FIXED,
@@ -112,14 +111,11 @@ ROUTES = {
     "/v1/load_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v1/messages/render": "POST /v1/messages/count_tokens counts its tokens; POST /tokenize shows those of a chat",
     "/v1/realtime": NO_MEDIA,
-    "/v1/rerank": SCORES,
     "/v1/responses": "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",
     "/v1/responses/render": "POST /v1/responses/input_tokens counts its tokens; POST /tokenize shows those of a chat",
-    "/v1/score": SCORES,
     "/v1/systemone": LABELS,
     "/v1/unload_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v2/embed": "write POST /v1/embeddings",
-    "/v2/rerank": SCORES,
     "/weight_checker": FIXED,
     "/weight_info": FIXED,
 }

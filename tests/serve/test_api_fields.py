@@ -25,9 +25,12 @@ from tokenizers import processors
 from atom.serve.openai import schema
 
 TOKENIZE, DETOKENIZE, EMBEDDINGS = "/tokenize", "/detokenize", "/v1/embeddings"
+SCORE, RERANK = "/score", "/rerank"
 A, B, C, EOS, END_OF_TEXT = "64", "65", "66", "257", "258"  # tokens of the talker's
 COMPLETION: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 8, "temperature": 0}
 EMBEDDED: dict[str, Any] = {"input": "Hello there"}
+SCORED: dict[str, Any] = {"text_1": "Hello there", "text_2": ["Hello", "Bread"]}
+RANKED: dict[str, Any] = {"query": "Hello there", "documents": ["Bread", "Hello"]}
 TALK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello there"}],
     "max_tokens": 8,
@@ -233,6 +236,46 @@ def length(answer: Answer) -> float:
     return round(math.hypot(*answer.body["data"][0]["embedding"]), 3)
 
 
+def scores(answer: Answer) -> list[float]:
+    """The scores of an answer, those of documents in their order."""
+    if "data" in answer.body:
+        return [round(each["score"], 3) for each in answer.body["data"]]
+    ranked = sorted(answer.body["results"], key=lambda each: each["index"])
+    return [round(each["relevance_score"], 3) for each in ranked]
+
+
+def scores_apart(path: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """Both are scored, and not alike."""
+
+    def check(server: Server) -> None:
+        first, second = (asking.post(server, path, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert scores(first) != scores(second)
+
+    return check
+
+
+def compares(path: str, base: dict[str, Any], first: str, second: str) -> dict[str, Row]:
+    """The fields of all comparisons. first, second: what the base calls its texts"""
+    return {
+        "model": refuses(path, base | {"model": "nobody"}, "model", 404),
+        "truncate_prompt_tokens": scores_apart(path, base, base | {"truncate_prompt_tokens": 2}),
+        "max_tokens_per_query": scores_apart(path, base, base | {"max_tokens_per_query": 2}),
+        "max_tokens_per_doc": scores_apart(path, base, base | {"max_tokens_per_doc": 2}),
+        "request_id": makes(
+            path,
+            base | {"request_id": "mine"},
+            base | {"request_id": "my/0"},
+            lambda it: it.body["id"].partition("-")[2],
+            "mine",
+            "my/0",
+        ),
+        "cache_salt": salts(path, {first: f"compared at {path} " * 20, second: ["a"]}),
+        "priority": goes_first(path, {first: "a", second: ["b"]}, num_prompts=2),
+        "user": reaches_log(path, base),
+    }
+
+
 def embeds_apart(one: dict[str, Any], other: dict[str, Any]) -> Row:
     """Both are embedded, and not as the same numbers."""
 
@@ -254,7 +297,7 @@ def keeps_length(field: str) -> Row:
     return check
 
 
-def goes_first(path: str, base: dict[str, Any]) -> Row:
+def goes_first(path: str, base: dict[str, Any], num_prompts: int = 1) -> Row:
     """Of two that wait, the one that came later is served first, since its number is lower."""
 
     def check(server: Server) -> None:
@@ -272,7 +315,7 @@ def goes_first(path: str, base: dict[str, Any]) -> Row:
         with asking.begin(server, COMPLETIONS, COMPLETION | {"max_tokens": 7000, "ignore_eos": True}):  # leaves no room
             for priority in (5, 1):
                 running.append(ask(priority))
-                wire.wait_until(lambda: asking.num_waiting(server) == len(running))
+                wire.wait_until(lambda: asking.num_waiting(server) == num_prompts * len(running))
         for thread in running:
             thread.join()
         first, second = (serving.wait_for_entry(server, id=answers[priority].body["id"]) for priority in (1, 5))
@@ -1046,6 +1089,40 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         "priority": goes_first(EMBEDDINGS, EMBEDDED),
         "user": reaches_log(EMBEDDINGS, EMBEDDED),
     },
+    schema.ScoreRequest: {
+        **compares(SCORE, SCORED, "text_1", "text_2"),
+        "text_1": scores_apart(SCORE, SCORED, SCORED | {"text_1": "Bread"}),
+        "text_2": makes(SCORE, SCORED, SCORED | {"text_2": "Bread"}, lambda it: len(scores(it)), 2, 1),
+        "data_1": scores_apart(SCORE, {"data_1": "a", "data_2": "b"}, {"data_1": "c", "data_2": "b"}),
+        "data_2": scores_apart(SCORE, {"data_1": "a", "data_2": "b"}, {"data_1": "a", "data_2": "c"}),
+        "queries": scores_apart(SCORE, {"queries": "a", "documents": "b"}, {"queries": "c", "documents": "b"}),
+        "documents": scores_apart(SCORE, {"queries": "a", "documents": "b"}, {"queries": "a", "documents": "c"}),
+        "items": scores_apart(SCORE, {"queries": "a", "items": "b"}, {"queries": "a", "items": "c"}),
+    },
+    schema.RerankRequest: {
+        **compares(RERANK, RANKED, "query", "documents"),
+        "query": scores_apart(RERANK, RANKED, RANKED | {"query": "Bread"}),
+        "documents": makes(RERANK, RANKED, RANKED | {"documents": ["a"]}, lambda it: len(scores(it)), 2, 1),
+        "top_n": makes(RERANK, RANKED | {"top_n": 0}, RANKED | {"top_n": 1}, lambda it: len(scores(it)), 2, 1),
+        "return_documents": makes(
+            RERANK,
+            RANKED,
+            RANKED | {"return_documents": False},
+            lambda it: "document" in it.body["results"][0],
+            True,
+            False,
+        ),
+    },
+    schema.RerankText: {
+        "text": makes(
+            RERANK,
+            RANKED | {"documents": [{"text": "Bread"}]},
+            RANKED | {"documents": [{"text": "a"}]},
+            lambda it: it.body["results"][0]["document"]["text"],
+            "Bread",
+            "a",
+        )
+    },
     schema.TokenizeRequest: {
         "model": refuses(TOKENIZE, {"prompt": "a", "model": "nobody"}, "model", 404),
         "prompt": differs(TOKENIZE, {"prompt": "a"}, {"prompt": "b"}),
@@ -1183,6 +1260,7 @@ def test_what_would_change_an_answer_and_is_not_built_is_refused_by_name(server:
 def test_every_field_of_every_body_has_a_row():
     bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, schema.Body)}
     bodies -= {schema.Body, schema.Sampling, schema.Generation}  # whose fields their children have
+    bodies -= {schema.PooledRequest, schema.ComparisonRequest}
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     assert {each.__name__: set(each.model_fields) for each in bodies} == {
         each.__name__: set(rows) for each, rows in ROWS.items()

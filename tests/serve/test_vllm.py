@@ -32,6 +32,8 @@ OURS: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": schema.EmbeddingRequest,
+    "/score": schema.ScoreRequest,
+    "/rerank": schema.RerankRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
     "/v1/load_lora_adapter": schema.LoadAdapterRequest,
@@ -102,7 +104,7 @@ def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/rerank", "compare the vectors of POST /v1/embeddings, as LLM.score does in Python"),
+        ("/pooling", "write POST /v1/embeddings"),
         (
             "/v1/responses/resp_1/cancel",
             "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",

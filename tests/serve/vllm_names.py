@@ -53,6 +53,16 @@ FIELDS = {
         mm_processor_kwargs model padding priority request_id truncate_prompt_tokens truncation_side
         use_activation user
     """,
+    "/score": """
+        cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
+        max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
+        truncate_prompt_tokens truncation_side use_activation user
+    """,
+    "/rerank": """
+        cache_salt chat_template_kwargs documents instruction max_tokens_per_doc max_tokens_per_query
+        mm_processor_kwargs model padding priority query request_id top_n truncate_prompt_tokens truncation_side
+        use_activation user
+    """,
     "/tokenize": """
         add_generation_prompt add_special_tokens chat_template chat_template_kwargs continue_final_message
         media_io_kwargs messages mm_processor_kwargs model prompt return_token_strs tools
@@ -78,6 +88,8 @@ MODELS = {  # vLLM's names of the models of a route's body
     "/v1/messages": "AnthropicMessagesRequest",
     "/v1/messages/count_tokens": "AnthropicCountTokensRequest",
     "/v1/embeddings": "EmbeddingCompletionRequest EmbeddingChatRequest",
+    "/score": "ScoreDataRequest ScoreQueriesDocumentsRequest ScoreQueriesItemsRequest ScoreTextRequest",
+    "/rerank": "RerankRequest",
     "/tokenize": "TokenizeCompletionRequest TokenizeChatRequest",
     "/detokenize": "DetokenizeRequest",
     "/v1/load_lora_adapter": "LoadLoRAAdapterRequest",

@@ -15,7 +15,10 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank",
+    "/score", "/rerank", "/v2/rerank",
+)  # fmt: skip
 BOM = b"\xef\xbb\xbf"  # which some editors put before the first line
 
 

@@ -14,7 +14,7 @@ from atom.errors import RequestError
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams, repetition_detection
 from atom.serve.http.errors import FieldError, constraint_error, shown
-from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation, RepetitionDetection
+from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation, PooledRequest, RepetitionDetection
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
 # fields of a body that take another form here, or have several names
@@ -22,7 +22,7 @@ READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_b
 SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
-def request_options(body: Generation | EmbeddingRequest, pooling: str | None = None) -> RequestOptions:
+def request_options(body: Generation | PooledRequest, pooling: str | None = None) -> RequestOptions:
     """What a body says of its request; pooling: LAST or MEAN, for an embedding."""
     return RequestOptions(salt=(body.cache_salt or "").encode(), priority=body.priority or 0, pooling=pooling)
 

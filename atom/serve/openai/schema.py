@@ -26,6 +26,7 @@ MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
 BLOCKS: LiteralString = "{given} blocks are not supported here (supported: {known})"
 TOOLS: LiteralString = "{given} tools are not supported here; send tools of the type {known}, which the client runs"
+PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))  # of /score
 LEFT_OUT = (  # tools of OpenAI's API that no model here is shown: its servers run them, or a call is no function's
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
@@ -457,8 +458,20 @@ class ChatRequest(Generation):
     prediction: Prediction | None = Field(None, description=HINT)
 
 
-class EmbeddingRequest(Body):
+class PooledRequest(Body):
+    """The fields of all requests for embeddings, or for what is computed of them."""
+
     model: ModelName = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=1 << 31, description="the first tokens of an input that count; -1: as many as the server takes"
+    )
+    request_id: RequestId = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    user: User = None
+
+
+class EmbeddingRequest(PooledRequest):
     input: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
         description="a text or token ids, or several of these; where a text spells a special token, it is that token"
     )
@@ -466,14 +479,49 @@ class EmbeddingRequest(Body):
     dimensions: Positive | None = Field(None, description="only the first numbers, then normalized")
     normalize: bool | None = Field(None, description="the server's serve.pooler_config.normalize where it is left out")
     use_activation: bool | None = Field(None, description="another name of normalize")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, lt=1 << 31, description="the first tokens of an input that count; -1: as many as the server takes"
-    )
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
-    request_id: RequestId = None
-    cache_salt: CacheSalt = None
-    priority: Priority = None
-    user: User = None
+
+
+class ComparisonRequest(PooledRequest):
+    max_tokens_per_query: Count | None = Field(None, description="the first tokens of a query that count; 0: all")
+    max_tokens_per_doc: Count | None = Field(None, description="the first tokens of a document that count; 0: all")
+
+
+class ScoreRequest(ComparisonRequest):
+    """Two fields with a text or a list each, by one of the pairs of names."""
+
+    text_1: Text | List[Text] | None = Field(None, description="a text, or as many as text_2 has")
+    text_2: Text | List[Text] | None = None
+    data_1: Text | List[Text] | None = Field(None, description="the same under other names")
+    data_2: Text | List[Text] | None = None
+    queries: Text | List[Text] | None = Field(None, description="the same under other names")
+    documents: Text | List[Text] | None = None
+    items: Text | List[Text] | None = Field(None, description="another name of documents")
+
+    @property
+    def compared(self) -> dict[str, str | list[str]]:
+        """The fields that are there, in the order of `PAIRS`."""
+        values = {name: getattr(self, name) for name in dict.fromkeys(name for pair in PAIRS for name in pair)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def check_pair(self) -> ScoreRequest:
+        if tuple(self.compared) not in PAIRS:
+            raise PydanticCustomError("pair", "give text_1 and text_2, or queries and documents, and no other texts")
+        return self
+
+
+class RerankText(Body):
+    """A document of Jina's and Cohere's older API."""
+
+    text: Text
+
+
+class RerankRequest(ComparisonRequest):
+    query: Text
+    documents: List[Text | RerankText]
+    top_n: Count | None = Field(None, description="only the documents with the highest scores; 0: all")
+    return_documents: bool | None = Field(None, description="false: results have no document, only its index")
 
 
 class TokenizeRequest(Body):

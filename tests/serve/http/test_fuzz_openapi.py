@@ -29,7 +29,9 @@ OPERATIONS = [
     "GET /version",
     "POST /detokenize",
     "POST /ping",
+    "POST /rerank",
     "POST /reset_prefix_cache",
+    "POST /score",
     "POST /sleep",
     "POST /start_profile",
     "POST /stop_profile",
@@ -39,12 +41,16 @@ OPERATIONS = [
     "POST /v1/embeddings",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /v1/rerank",
     "POST /v1/responses",
     "POST /v1/responses/input_tokens",
+    "POST /v1/score",
+    "POST /v2/rerank",
     "POST /wake_up",
 ]
 BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
             "POST /wake_up"}  # fmt: skip
+ALIASES = {"POST /v1/rerank", "POST /v1/score", "POST /v2/rerank"}  # of routes that are tried
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     derandomize=True,
@@ -60,6 +66,8 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/embeddings": {"input": "Hello"},
+    "/score": {"text_1": "Hello", "text_2": "there"},
+    "/rerank": {"query": "Hello", "documents": ["there"]},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }
@@ -87,7 +95,7 @@ def test_all_operations_are_here(schema: Any):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and name not in BODILESS])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and name not in BODILESS | ALIASES])
 def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, examples: int, schema: Any, server: Server):
     method, path = name.split()
     statuses = set()

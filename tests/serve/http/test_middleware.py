@@ -66,7 +66,7 @@ def all_routes(*overrides: str) -> Iterator[tuple[str, str]]:
 def test_every_route_but_health_ping_and_our_public_key_needs_a_key(locked: Server):
     routes = list(all_routes())
     expected = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/metrics", "/ready", "/version",
-                "/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings", "/load", "/server_info", "/ping", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/docs", "/openapi.json", "/"}  # fmt: skip
+                "/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings", "/score", "/v2/rerank", "/load", "/server_info", "/ping", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/docs", "/openapi.json", "/"}  # fmt: skip
     assert expected <= {path for _, path in routes}
     for method, path in routes:
         without, wrong = (wire.ask(locked.url, method, path, headers=headers) for headers in ({}, bearer("first-kex")))

@@ -1,0 +1,101 @@
+"""Requests whose inputs become embeddings: tokenize, cut, pool.
+
+class Scores(PooledResponder[ScoreRequest]):
+    prefix = "score"                         # of its ids
+
+    def prompts(self) -> list[list[int]]:
+        return [self.fit("text_1", text) for text in texts]
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from atom.errors import RequestError
+from atom.sampling_params import SamplingParams
+from atom.serve.context import CUT_TOKENS, Context
+from atom.serve.http.errors import FieldError
+from atom.serve.http.response import EngineRequest, Responder
+from atom.serve.ids import new_id
+from atom.serve.openai.params import check_tokens, request_options
+from atom.serve.openai.schema import PooledRequest
+
+BodyT = TypeVar("BodyT", bound=PooledRequest)
+
+
+class PooledResponder(Responder, Generic[BodyT]):
+    renders = False
+    prefix: ClassVar[str]  # of ids
+
+    def __init__(self, context: Context, body: BodyT) -> None:
+        id = new_id(self.prefix) if body.request_id is None else f"{self.prefix}-{body.request_id}"
+        super().__init__(context, body.model, id, is_streamed=False)
+        self.body, self.pooler, self.created = body, context.config.serve.pooler_config, int(time.time())
+
+    @abstractmethod
+    def prompts(self) -> list[list[int]]:
+        """The inputs that are pooled. RequestError if the body cannot be served."""
+
+    def make_request(self) -> EngineRequest:
+        if self.pooler.pooling_type is None:
+            raise RequestError(
+                "this server makes no embeddings; start it with serve.pooler_config.pooling_type=LAST, or MEAN"
+            )
+        prompts, params = self.prompts(), SamplingParams(max_tokens=1, temperature=0)
+        options = request_options(self.body, self.pooler.pooling_type)
+        return EngineRequest(prompts, [params] * len(prompts), self.body.user, options)
+
+    def fit(
+        self, field: str, given: str | list[int], *, add_special_tokens: bool = True, max_tokens: int = 0
+    ) -> list[int]:
+        """The tokens of an input, cut where the body says so. FieldError of its field if they are too many, or none.
+
+        max_tokens: of a text, without special tokens; 0: all
+        """
+        context = self.context
+        most = min(context.config.serve.http.max_input_length or context.max_total_tokens, context.max_total_tokens)
+        asked = self.body.truncate_prompt_tokens
+        limit = most if asked == -1 else asked
+        if limit is not None and not 0 < limit <= most:
+            raise FieldError("truncate_prompt_tokens", f"truncate_prompt_tokens={limit}: it is 1 to {most}, or -1")
+        if isinstance(given, str):
+            tokens = self._encode(given, limit, max_tokens, has_special=add_special_tokens)
+        else:
+            check_tokens(field, given, context.config)
+            tokens = given[:limit]
+        if not tokens:
+            raise FieldError(field, "an input is empty; give at least one token")
+        if len(tokens) > most:
+            fix = "shorten it or set truncate_prompt_tokens"
+            raise context.too_long(field, f"an input has {len(tokens)} tokens", str(most), fix)
+        return tokens
+
+    def _encode(self, text: str, limit: int | None, max_tokens: int, *, has_special: bool) -> list[int]:
+        """Tokenize a text, of which the first tokens are kept, and the special ones around it."""
+        context = self.context
+        longest = min(filter(None, (limit, max_tokens)), default=None)
+        if longest is not None:
+            text = text[: context.need_tokenizer().longest_token * min(longest + CUT_TOKENS, context.max_input_length)]
+        tokens = context.encode(text, add_special_tokens=has_special)
+        if longest is None or len(tokens) <= longest:
+            return tokens
+        bare = context.encode(text, add_special_tokens=False) if has_special else tokens
+        before = next((at for at in range(len(tokens)) if tokens[at : at + len(bare)] == bare), 0)
+        around = len(tokens) - len(bare)
+        if max_tokens:
+            limit = min(filter(None, (limit, max_tokens + around)))
+        if limit is None or len(tokens) <= limit:
+            return tokens
+        if around >= limit:
+            return tokens[:limit]
+        return [*tokens[: before + limit - around], *tokens[before + len(bare) :]]
+
+
+def vector_of(embedding: bytes) -> npt.NDArray[np.float32]:
+    """The numbers of a choice's embedding."""
+    return np.frombuffer(embedding, np.float32)

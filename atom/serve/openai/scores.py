@@ -1,0 +1,83 @@
+"""Score and rerank texts by the cosine similarity of their embeddings.
+
+curl localhost:8000/score -H "Content-Type: application/json" -d '{"text_1": "Hi", "text_2": ["Hello", "Bread"]}'
+curl localhost:8000/rerank -H "Content-Type: application/json" -d '{"query": "Hi", "documents": ["Hello", "Bread"]}'
+
+`/rerank` is that of Jina's and Cohere's clients too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from atom.embeddings import similarities
+from atom.serve.context import Context
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError
+from atom.serve.http.response import Choice
+from atom.serve.openai.pooled import PooledResponder, vector_of
+from atom.serve.openai.schema import RerankRequest, ScoreRequest
+
+
+def routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["Scores"], route_class=body_route(context))
+
+    @router.post("/score")
+    @router.post("/v1/score")
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        """How similar texts are: one with each of a list, or each pair of two lists."""
+        return await Scores(context, body).respond(request)
+
+    @router.post("/rerank")
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents, those first that are most similar to a query."""
+        return await Reranked(context, body).respond(request)
+
+    return router
+
+
+class Scores(PooledResponder[ScoreRequest]):
+    prefix = "score"
+
+    def prompts(self) -> list[list[int]]:
+        body = self.body
+        texts = {name: [given] if isinstance(given, str) else given for name, given in body.compared.items()}
+        (first, left), (second, right) = texts.items()
+        if not right or len(left) not in (1, len(right)):
+            fault = f"{first} has {len(left)} texts and {second} {len(right)}; give 1 or as many, and not none"
+            raise FieldError(first if right else second, fault)
+        self._num_first = len(left)
+        queries = [self.fit(first, text, max_tokens=body.max_tokens_per_query or 0) for text in left]
+        return queries + [self.fit(second, text, max_tokens=body.max_tokens_per_doc or 0) for text in right]
+
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        scores = similarities([vector_of(each.embedding) for each in choices], self._num_first)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
+        return head | {"data": data, "usage": usage}
+
+
+class Reranked(PooledResponder[RerankRequest]):
+    prefix = "rerank"
+
+    def prompts(self) -> list[list[int]]:
+        body = self.body
+        if not body.documents:
+            raise FieldError("documents", "there are no documents; give at least one")
+        self._texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        query = self.fit("query", body.query, max_tokens=body.max_tokens_per_query or 0)
+        limit = body.max_tokens_per_doc or 0
+        return [query, *(self.fit("documents", text, max_tokens=limit) for text in self._texts)]
+
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        scores = similarities([vector_of(each.embedding) for each in choices], 1)
+        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.body.top_n or None]
+        results = [{"index": index, "relevance_score": scores[index]} | self._document(index) for index in ranked]
+        return {"id": self.id, "model": self.model, "results": results, "usage": usage}
+
+    def _document(self, index: int) -> dict[str, Any]:
+        return {} if self.body.return_documents is False else {"document": {"text": self._texts[index]}}

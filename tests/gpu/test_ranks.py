@@ -55,6 +55,7 @@ DIVIDED = [
     ("qwen3_5", {"tensor_parallel_size": 2, "state_memory": 1 << 20}),
     ("lfm2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "state_memory": 1 << 20}),
     ("qwen3_next", {"parallel.data": 2, "parallel.experts": 2, "state_memory": 1 << 20}),
+    ("qwen3_next", {"tensor_parallel_size": 2, "state_memory": 1 << 20}),
 ]
 AMONG_FOUR = [
     ("qwen3_moe", {"tensor_parallel_size": 4}),

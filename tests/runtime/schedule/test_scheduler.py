@@ -527,8 +527,8 @@ class World:
     """A scheduler and a device that remembers what each cell of the pools holds, with everything checked that must hold.
 
     A cell's content is the whole past of its token, so a row that reads another one's KV, or stale KV, is found out.
-    The device takes steps in the order of their plans; in each it writes all entries before it reads any, but for rows
-    of one token, which may be decodes and read what there was before the step.
+    The device takes steps in the order of their plans. In each it writes all entries before it reads any, but for
+    decodes, which read what there was before the step.
     """
 
     scheduler: Scheduler
@@ -639,7 +639,7 @@ class World:
                 for position, past in enumerate(_pasts(row)[first:], first):
                     cell = pool.name, blocks[pool.name][position // size], position % size
                     is_other = written.get(cell, row.sequence) is not row.sequence
-                    assert (before if is_other and row.num_tokens == 1 else self.cells).get(cell) == past
+                    assert (before if is_other and row.is_decode else self.cells).get(cell) == past
                     chained |= is_other
         assert chained <= plan.is_chained, "a step whose rows read one another's KV may be run in parts"
         self.num_chained += chained
@@ -828,3 +828,4 @@ def test_a_tiny_pool_under_load_ends_every_sequence(kinds: list[StateKind], num_
     assert stats.num_preemptions > 0
     assert stats.num_chunks > 0
     assert stats.num_prefix_hit_tokens > 0 if prefix else stats.num_forked_tokens > 0
+    assert (world.num_chained > 0) == prefix

@@ -27,10 +27,28 @@ from typing import Any
 from atom.assemble import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
-from atom.embeddings import POOLED, describe_embedding, embedding_of, pooling_of, similarities
+from atom.embeddings import (
+    POOLED,
+    check_labels,
+    describe_embedding,
+    describe_labels,
+    embedding_of,
+    pooling_of,
+    probabilities,
+    similarities,
+)
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.llm import answer
-from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
+from atom.prompts import (
+    Prompt,
+    SaltedPrompt,
+    adapters_of,
+    encode_conversations,
+    joined_pairs,
+    prompt_of,
+    prompts_of,
+    scored_prompts,
+)
 from atom.runtime.engine import Engine
 from atom.runtime.requests.inbox import Inbox, Urgent, Work
 from atom.runtime.step.guard import StepGuard
@@ -120,9 +138,23 @@ class AsyncLLMEngine:
         """The embedding of each prompt; see `LLMEngine.embed`."""
         return [describe_embedding(each, self.config) for each in await self._pool(prompts_of(prompts), adapters)]
 
+    async def classify(
+        self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
+    ) -> list[dict[str, Any]]:
+        """The label of each prompt; see `LLMEngine.classify`."""
+        check_labels(self.config)
+        pooled = await self._pool(prompts_of(prompts), adapters, classify=True)
+        return [
+            describe_labels(embedding_of(each), self.config) | {"num_tokens_input": len(each.prompt)} for each in pooled
+        ]
+
     async def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
-        """The cosine similarity of embeddings; see `LLMEngine.score`."""
+        """The scores of pairs; see `LLMEngine.score`."""
         first, second = scored_prompts(data_1, data_2)
+        if self.config.classifies:
+            check_labels(self.config, 1)
+            scored = await self._pool(joined_pairs(first, second), classify=True)
+            return [float(probabilities(embedding_of(each), self.config)[0]) for each in scored]
         return similarities(list(map(embedding_of, await self._pool([*first, *second]))), len(first))
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
@@ -191,13 +223,13 @@ class AsyncLLMEngine:
                 self._inbox.put(Urgent(lambda: self._engine.abort(id)))
 
     async def _pool(
-        self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None
+        self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None, *, classify: bool = False
     ) -> list[Sequence]:
-        """Have each prompt embedded."""
+        """Have each prompt embedded, or scored by the classifier."""
         pooling = pooling_of(self.config)
 
         async def pool(prompt: SaltedPrompt, adapter: str | None) -> Sequence:
-            options = RequestOptions(salt=prompt.salt, pooling=pooling, adapter=adapter)
+            options = RequestOptions(salt=prompt.salt, pooling=pooling, classify=classify, adapter=adapter)
             async with self._request(prompt.content, POOLED, options) as request:
                 return [output.sequence async for output in request.outputs()][-1]
 

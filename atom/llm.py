@@ -23,10 +23,27 @@ from atom.assemble import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
-from atom.embeddings import POOLED, describe_embedding, embedding_of, pooling_of, similarities
+from atom.embeddings import (
+    POOLED,
+    check_labels,
+    describe_embedding,
+    describe_labels,
+    embedding_of,
+    pooling_of,
+    probabilities,
+    similarities,
+)
 from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
 from atom.measurement.phases import PhaseClock
-from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompts_of, scored_prompts
+from atom.prompts import (
+    Prompt,
+    SaltedPrompt,
+    adapters_of,
+    encode_conversations,
+    joined_pairs,
+    prompts_of,
+    scored_prompts,
+)
 from atom.runtime.draft.speculation import describe_drafts, draft_statistics
 from atom.runtime.metrics import EngineStats
 from atom.runtime.ranks.remote import serve_rank
@@ -138,11 +155,16 @@ class LLMEngine:
         return self.generate(encoded, sampling_params, adapters, use_tqdm)
 
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
-        """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.
+        """Compare one prompt with each of a list, or the pairs of two equally long lists.
 
-        Embeddings are those of serve.pooler_config.pooling_type; RequestError if it is not set.
+        A classifier of one label scores the two in a row; else it is the cosine similarity of their embeddings, those
+        of serve.pooler_config.pooling_type. RequestError if it is not set, or the classifier has more labels.
         """
         first, second = scored_prompts(data_1, data_2)
+        if self.config.classifies:
+            check_labels(self.config, 1)
+            scored = self._pool(joined_pairs(first, second), classify=True)
+            return [float(probabilities(embedding_of(each), self.config)[0]) for each in scored]
         return similarities(list(map(embedding_of, self._pool([*first, *second]))), len(first))
 
     def embed(
@@ -157,14 +179,32 @@ class LLMEngine:
         """
         return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
 
-    def _pool(self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None) -> list[Sequence]:
-        """Have each prompt embedded."""
+    def classify(
+        self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
+    ) -> list[dict[str, Any]]:
+        """The label of each prompt, or of one text or mapping, by the name of vLLM's `LLM.classify`.
+
+        A dict for each: label (None without names), probs, num_classes, num_tokens_input. RequestError if the model is
+        no classifier.
+
+        adapters: as in generate
+        """
+        check_labels(self.config)
+        pooled = self._pool(prompts_of(prompts), adapters, classify=True)
+        return [
+            describe_labels(embedding_of(each), self.config) | {"num_tokens_input": len(each.prompt)} for each in pooled
+        ]
+
+    def _pool(
+        self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None, *, classify: bool = False
+    ) -> list[Sequence]:
+        """Have each prompt embedded, or scored by the classifier."""
         pooling = pooling_of(self.config)
         self._need_awake()
-        prepared = [
-            self._engine.prepare(each.content, POOLED, RequestOptions(salt=each.salt, pooling=pooling, adapter=name))
-            for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True)
-        ]
+        prepared = []
+        for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True):
+            options = RequestOptions(salt=each.salt, pooling=pooling, classify=classify, adapter=name)
+            prepared.append(self._engine.prepare(each.content, POOLED, options))
         return self._finish([self._engine.submit(each) for each in prepared])
 
     def __reduce__(self) -> NoReturn:

@@ -68,6 +68,21 @@ def scored_prompts(
     return first, second
 
 
+def joined_pairs(first: List[SaltedPrompt], second: List[SaltedPrompt]) -> list[SaltedPrompt]:
+    """The prompts that a classifier scores pairs by: both in a row. RequestError for a text with token ids.
+
+    first: one, or one for each of second
+    """
+    pairs = zip(list(first) * len(second) if len(first) == 1 else first, second, strict=True)
+    made = []
+    for one, other in pairs:
+        kinds = {type(one.content), type(other.content)}
+        if kinds not in ({str}, {list}):
+            raise RequestError("a pair is two texts, or two lists of token ids")
+        made.append(SaltedPrompt(one.content + other.content, one.salt))
+    return made
+
+
 def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:
     """The adapter of each prompt. RequestError if they are not as many."""
     names = [adapters] * num_prompts if isinstance(adapters, str | None) else list(adapters)

@@ -69,7 +69,7 @@ SAMPLING = {
 }
 
 CONFIG = """
-model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias state_dtype layer_scalar kv_shared_from residual weights ignore
+model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias classifier state_dtype layer_scalar kv_shared_from residual weights ignore
 model: assumes embedding_affine embedding_norm embedding_norm_weight embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
@@ -118,7 +118,7 @@ model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
-serve.pooler_config: pooling_type normalize
+serve.pooler_config: pooling_type normalize classifier_from_token
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens

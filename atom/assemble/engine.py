@@ -14,6 +14,7 @@ import msgspec
 
 from atom.assemble.adapters import open_adapters, open_loras
 from atom.assemble.checks import check_same_tokens, check_weights
+from atom.assemble.classifier import read_classifier
 from atom.assemble.compiling import compile_with, digest_of
 from atom.assemble.kv_blocks import kinds_of_all, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
@@ -117,6 +118,7 @@ def open_engine(
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
             sleeper=sleeper,
             grammars=model.grammars,
+            classifier=read_classifier(config),
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")

@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with one for its text; the head is outside that model
 THINKER = "thinker_config"  # object in config.json with the fields of a whole model, of one that also speaks
 TEXT_CONFIGS = ("text_config", "llm_config")  # objects in config.json with the fields of a whole model's text
+CLASSIFIER = "ForSequenceClassification"  # ends the architectures of transformers that have a score of each label
 NO_TEXT = re.compile(
     r"(model\.|thinker\.)?(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|multi_modal_projector"
     r"|mm_projector|projector|vision_projector|vision_projection|audio_projector|mlp1|mlp_AR|aligner|merger|connector|resampler_model"
@@ -73,7 +74,7 @@ class FolderCheckpoint(Checkpoint):
             stored = {f"model.{name}": entry for name, entry in stored.items()}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
-        if "sentence_transformers" in self.config:
+        if "sentence_transformers" in self.config or is_classifier(self.config):
             self.config = as_decoder(self.config, self._stored_names())
 
     def names(self) -> Collection[str]:
@@ -195,15 +196,27 @@ def read_pooling(folder: Path) -> dict[str, Any]:
 
 
 def as_decoder(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config of an embedding model as that of a decoder: if no head is stored, the embedding serves as one."""
+    """The config of an embedding model or classifier as that of a decoder.
+
+    If no head is stored, the embedding serves as one. A classifier has sequence_classifier: true.
+    """
     architectures = config.get("architectures")
     if isinstance(architectures, list):
         config = {
             **config,
-            "architectures": [re.sub(r"(Text)?Model$", "ForCausalLM", str(name)) for name in architectures],
+            "sequence_classifier": is_classifier(config),
+            "architectures": [
+                re.sub(rf"((Text)?Model|{CLASSIFIER})$", "ForCausalLM", str(name)) for name in architectures
+            ],
         }
     has_head = not names or "lm_head.weight" in names
     return config if has_head else {**config, "tie_word_embeddings": True}
+
+
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Whether this is the config of a decoder that classifies texts."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(str(name).endswith(CLASSIFIER) for name in architectures)
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:

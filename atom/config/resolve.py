@@ -98,6 +98,12 @@ def with_pooler(config: Config) -> Config:
     """Take the pooling from sentence-transformers' files, if the configuration leaves it to them."""
     pooler, stored = config.serve.pooler_config, config.hf.get("sentence_transformers") or {}
     kind = stored.get("pooling") if pooler.pooling_type == "auto" else pooler.pooling_type
+    if config.classifies:
+        if kind not in (None, "LAST"):
+            raise ConfigError(
+                f"serve.pooler_config.pooling_type={kind}: labels are scored by the last token; leave it out"
+            )
+        kind = "LAST"
     normalize = stored.get("normalize", True) if pooler.normalize is None else pooler.normalize
     made = replace(pooler, pooling_type=kind, normalize=normalize)
     return replace(config, serve=replace(config.serve, pooler_config=made))

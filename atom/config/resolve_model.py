@@ -97,8 +97,19 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         plain=stored.plain,
         formats=stored.formats,
         act=stored.act,
-        ignore=[*model.ignore, *stored.unread, *unread_of_shared(model), *unread_of_skipped(model)],
+        ignore=[
+            *model.ignore,
+            *classifier_tensors(model),
+            *stored.unread,
+            *unread_of_shared(model),
+            *unread_of_skipped(model),
+        ],
     )
+
+
+def classifier_tensors(model: ModelConfig) -> list[str]:
+    """Tensors that the graph does not read: the engine applies them to what is pooled."""
+    return [] if model.classifier is None else [f"{model.classifier}.weight"]
 
 
 def check_model(config: Config) -> None:

@@ -456,6 +456,7 @@ class ModelConfig:
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
     head_bias: bool = False  # on the head
+    classifier: str | None = None  # module that scores each label by the last hidden state; null: it has no labels
     embedding_rows: int | None = number(None, 1, INT32)  # stored, of which those after vocab are no text; null: vocab
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
@@ -713,6 +714,7 @@ class HTTPConfig:
 class PoolerConfig:
     pooling_type: str | None = one_of("auto", None, "LAST", "MEAN")  # of embeddings; auto: as in 1_Pooling; null: none
     normalize: bool | None = None  # scale embeddings to the length 1; null: as modules.json says, else true
+    classifier_from_token: list[str] | None = None  # [no, yes]: a score is how much likelier yes follows a text
 
 
 @dataclass
@@ -886,6 +888,11 @@ class Config:
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
     config_dirs: list[str] = field(default_factory=list)  # of the user's files, set by load
     draft: ModelConfig | None = None  # of serve.draft_model, set by load
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the model scores labels, or one by two tokens."""
+        return self.model.classifier is not None or self.serve.pooler_config.classifier_from_token is not None
 
     @property
     def served_names(self) -> list[str]:

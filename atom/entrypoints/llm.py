@@ -32,7 +32,6 @@ from atom.sampling_params import SamplingParams
 
 REFUSED = {  # method of vLLM's class -> what to use instead
     "beam_search": "there is no beam search; SamplingParams(n=…) draws several answers",
-    "classify": "classifiers are not supported; embed returns embeddings",
     "collective_rpc": "there is nothing to call in workers; llm_engine is the engine",
     "encode": "write embed",
     "get_metrics": "read llm_engine.metrics",
@@ -88,6 +87,21 @@ class EmbeddingOutput:
 @dataclass(frozen=True)
 class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ClassificationRequestOutput:
+    outputs: ClassificationOutput
     finished: bool = True
 
 
@@ -173,10 +187,24 @@ class LLM:
         found = self.llm_engine.embed(prompts, self._load_all(lora_request))
         return [EmbeddingRequestOutput(EmbeddingOutput(each["embedding"])) for each in found]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of each prompt's labels; RequestError unless the model classifies.
+
+        use_tqdm: as in `embed`
+        """
+        found = self.llm_engine.classify(prompts, self._load_all(lora_request))
+        return [ClassificationRequestOutput(ClassificationOutput(each["probs"])) for each in found]
+
     def score(
         self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
-        """The cosine similarity of each pair, see `LLMEngine.score`. use_tqdm: as in `embed`"""
+        """The score of each pair, see `LLMEngine.score`. use_tqdm: as in `embed`"""
         return [ScoringRequestOutput(ScoringOutput(each)) for each in self.llm_engine.score(data_1, data_2)]
 
     def get_tokenizer(self) -> Tokenizer | None:

@@ -21,7 +21,7 @@ VLLM_REFUSED = {
     "experts' adapters are read as PEFT writes them, with --set serve.lora_experts=true": """
         enable-mixed-moe-lora-format enable-moe-shared-loras""",
     "every step has room for --max-loras adapters; leave it out": "specialize-active-lora",
-    "nothing is classified here; leave it out": "max-lora-cls-labels",
+    "labels are those of the checkpoint; leave it out": "max-lora-cls-labels",
     "models read only text here: name the adapter as a request's model": "default-mm-loras",
     "models read only text here; leave it out": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb

@@ -153,8 +153,8 @@ def write_executor(name: str) -> list[str]:
 
 def write_pooling(name: str) -> list[str]:
     """embed and the like: embeddings as Qwen3-Embedding's, for which --pooler-config may say otherwise."""
-    if name not in ("pooling", "embed", "embedding"):
-        raise ConfigError(f"{name}: a decoder's embeddings are served, and its text; give pooling, or embed")
+    if name not in ("pooling", "embed", "embedding", "classify", "score"):
+        raise ConfigError(f"{name}: a decoder's embeddings and labels are served, and its text; give pooling, or embed")
     return ["serve.pooler_config.pooling_type=LAST"]
 
 

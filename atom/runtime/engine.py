@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
@@ -74,6 +76,7 @@ class Engine:
         loras: Loras | None = None,
         sleeper: Sleeper | None = None,
         grammars: Grammars | None = None,
+        classifier: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """
         runner: executes steps
@@ -88,6 +91,7 @@ class Engine:
         loras: adapters of requests; None: there are none
         sleeper: releases memory; None: the engine cannot sleep
         grammars: the grammar compiler; None: a new one of this vocabulary
+        classifier: [C, H], scores labels by the last hidden state; None: the model has no labels
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -96,6 +100,7 @@ class Engine:
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
         self._files, self._keep = files, keep
+        self._classifier = classifier
         self._loras, self._sleeper = loras, sleeper
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
@@ -167,6 +172,7 @@ class Engine:
                 tenant=options.tenant,
                 weight=options.weight,
                 pooling=options.pooling,
+                classifier=self._classifier if options.classify else None,
                 matcher=matchers[index] if matchers else None,
                 thinking=None if thinking is None else thinking.copy(),
                 repetition=make_detector(params),

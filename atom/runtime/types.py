@@ -148,6 +148,7 @@ class RequestOptions:
     tenant: str = ""  # whose request it is; those that wait are served in turn
     weight: float = 1.0  # the tenant's share of all turns, relative to the others'
     pooling: str | None = None  # LAST or MEAN, for an embedding; the one token that is generated is ignored
+    classify: bool = False  # the embedding is scored for each label, and the scores are in its place
     adapter: str | None = None  # the name of a LoRA adapter; only its requests share cached prefixes
 
 
@@ -171,6 +172,7 @@ class Request:
     tenant: str = ""  # whose request it is; tenants are served in turn
     weight: float = 1.0  # the tenant's share of all turns, relative to the others'
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
+    classifier: npt.NDArray[np.float32] | None = None  # [C, H], of which the embedding is the C scores; None: it stays
     matcher: Matcher | None = None  # None: the answer is not constrained
     thinking: TokenBudget | None = None  # None: its reasoning is not limited
     repetition: RepetitionState | None = None  # None: it may repeat itself
@@ -236,10 +238,11 @@ class Sequence(Answer, SchedulingState, Request):
 
     @property
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The mean [H] over the tokens that are pooled, once all are computed."""
+        """The mean [H] over the tokens that are pooled, once all are computed; [C] of a classifier."""
         if self.pooled is None:
             return None
-        return (self.pooled / (len(self.prompt) if self.pooling == "MEAN" else 1)).astype(np.float32)
+        mean = (self.pooled / (len(self.prompt) if self.pooling == "MEAN" else 1)).astype(np.float32)
+        return mean if self.classifier is None else self.classifier @ mean
 
     @property
     def needs_host(self) -> bool:

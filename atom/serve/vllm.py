@@ -56,7 +56,7 @@ INSTEAD = {
     "structured_outputs.structural_tag": "send grammar, or tools with tool_choice=required, which forces a call",
     "structured_outputs.whitespace_pattern": LLGUIDANCE,
     "truncation_side": "truncate_prompt_tokens keeps a prompt's last tokens, an embedding's first; leave it out",
-    "use_activation": "a score is the cosine similarity of two embeddings; leave it out",
+    "use_activation": "scores are similarities, or probabilities of labels; leave it out",
     "use_beam_search": NO_BEAMS,
     "vllm_xargs": "there is no extension that reads it; leave it out",
     "watermarking": "answers bear no watermark; leave it out",
@@ -71,7 +71,6 @@ RESTARTS = "an engine that dies is started again; GET /health and /metrics show 
 HANG_UP = "close the connection, which ends its request"
 ROUTES = {
     "/abort_requests": HANG_UP,
-    "/classify": LABELS,
     "/cohere": "write POST /v1/chat/completions",
     "/collective_rpc": "no function of a rank is called from outside; GET /server_info and /metrics show its state",
     "/debug/cache_stats": "GET /metrics counts the tokens that were found in the prefix cache",

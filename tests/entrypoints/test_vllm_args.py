@@ -178,7 +178,7 @@ WRONG = {
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
     "bench serve --model x": "write python -m atom.benchmarks.benchmark_serving for vllm bench serve",
     "--modle x": "unrecognized arguments: --modle (did you mean --model?)",
-    "--runner draft": "draft: a decoder's embeddings are served, and its text; give pooling, or embed",
+    "--runner draft": "draft: a decoder's embeddings and labels are served, and its text; give pooling, or embed",
     '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
     "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read (known: pooling_type, normalize",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",

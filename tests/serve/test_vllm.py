@@ -32,6 +32,7 @@ OURS: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": schema.EmbeddingRequest,
+    "/classify": schema.ClassifyRequest,
     "/score": schema.ScoreRequest,
     "/rerank": schema.RerankRequest,
     "/tokenize": schema.TokenizeRequest,

@@ -53,6 +53,11 @@ FIELDS = {
         mm_processor_kwargs model padding priority request_id truncate_prompt_tokens truncation_side
         use_activation user
     """,
+    "/classify": """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message input media_io_kwargs messages mm_processor_kwargs model padding priority request_id
+        truncate_prompt_tokens truncation_side use_activation user
+    """,
     "/score": """
         cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
         max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
@@ -88,6 +93,7 @@ MODELS = {  # vLLM's names of the models of a route's body
     "/v1/messages": "AnthropicMessagesRequest",
     "/v1/messages/count_tokens": "AnthropicCountTokensRequest",
     "/v1/embeddings": "EmbeddingCompletionRequest EmbeddingChatRequest",
+    "/classify": "ClassificationCompletionRequest ClassificationChatRequest",
     "/score": "ScoreDataRequest ScoreQueriesDocumentsRequest ScoreQueriesItemsRequest ScoreTextRequest",
     "/rerank": "RerankRequest",
     "/tokenize": "TokenizeCompletionRequest TokenizeChatRequest",

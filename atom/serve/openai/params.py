@@ -22,9 +22,13 @@ READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_b
 SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
-def request_options(body: Generation | PooledRequest, pooling: str | None = None) -> RequestOptions:
+def request_options(
+    body: Generation | PooledRequest, pooling: str | None = None, *, classify: bool = False
+) -> RequestOptions:
     """What a body says of its request; pooling: LAST or MEAN, for an embedding."""
-    return RequestOptions(salt=(body.cache_salt or "").encode(), priority=body.priority or 0, pooling=pooling)
+    return RequestOptions(
+        salt=(body.cache_salt or "").encode(), priority=body.priority or 0, pooling=pooling, classify=classify
+    )
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:

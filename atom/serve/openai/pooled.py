@@ -37,6 +37,11 @@ class PooledResponder(Responder, Generic[BodyT]):
         super().__init__(context, body.model, id, is_streamed=False)
         self.body, self.pooler, self.created = body, context.config.serve.pooler_config, int(time.time())
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the choices' embeddings are scores of labels."""
+        return False
+
     @abstractmethod
     def prompts(self) -> list[list[int]]:
         """The inputs that are pooled. RequestError if the body cannot be served."""
@@ -47,7 +52,7 @@ class PooledResponder(Responder, Generic[BodyT]):
                 "this server makes no embeddings; start it with serve.pooler_config.pooling_type=LAST, or MEAN"
             )
         prompts, params = self.prompts(), SamplingParams(max_tokens=1, temperature=0)
-        options = request_options(self.body, self.pooler.pooling_type)
+        options = request_options(self.body, self.pooler.pooling_type, classify=self.classifies)
         return EngineRequest(prompts, [params] * len(prompts), self.body.user, options)
 
     def fit(

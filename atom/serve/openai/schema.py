@@ -482,6 +482,13 @@ class EmbeddingRequest(PooledRequest):
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
 
 
+class ClassifyRequest(PooledRequest):
+    input: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
+        description="a text or token ids, or several of these; where a text spells a special token, it is that token"
+    )
+    add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
+
+
 class ComparisonRequest(PooledRequest):
     max_tokens_per_query: Count | None = Field(None, description="the first tokens of a query that count; 0: all")
     max_tokens_per_doc: Count | None = Field(None, description="the first tokens of a document that count; 0: all")

@@ -1,4 +1,4 @@
-"""Score and rerank texts by the cosine similarity of their embeddings.
+"""Score and rerank texts: by a classifier, or the cosine similarity of their embeddings.
 
 curl localhost:8000/score -H "Content-Type: application/json" -d '{"text_1": "Hi", "text_2": ["Hello", "Bread"]}'
 curl localhost:8000/rerank -H "Content-Type: application/json" -d '{"query": "Hi", "documents": ["Hello", "Bread"]}'
@@ -8,17 +8,19 @@ curl localhost:8000/rerank -H "Content-Type: application/json" -d '{"query": "Hi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from atom.embeddings import similarities
+from atom.embeddings import check_labels, probabilities, similarities
 from atom.serve.context import Context
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import Choice
 from atom.serve.openai.pooled import PooledResponder, vector_of
-from atom.serve.openai.schema import RerankRequest, ScoreRequest
+from atom.serve.openai.schema import ComparisonRequest, RerankRequest, ScoreRequest
+
+ComparisonT = TypeVar("ComparisonT", bound=ComparisonRequest)
 
 
 def routes(context: Context) -> APIRouter:
@@ -40,7 +42,34 @@ def routes(context: Context) -> APIRouter:
     return router
 
 
-class Scores(PooledResponder[ScoreRequest]):
+class Comparison(PooledResponder[ComparisonT]):
+    """Scores one text with each of others, or each of as many with its own."""
+
+    @property
+    def classifies(self) -> bool:
+        return self.context.config.classifies
+
+    def compare(self, first: str, left: list[str], second: str, right: list[str]) -> list[list[int]]:
+        """The inputs of texts. first, second: their fields"""
+        limits = self.body.max_tokens_per_query or 0, self.body.max_tokens_per_doc or 0
+        self._num_first = len(left)
+        if not self.classifies:
+            queries = [self.fit(first, text, max_tokens=limits[0]) for text in left]
+            return queries + [self.fit(second, text, max_tokens=limits[1]) for text in right]
+        check_labels(self.context.config, 1)
+        if any(limits):
+            raise FieldError("max_tokens_per_doc", "a classifier reads both texts as one; set truncate_prompt_tokens")
+        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
+        return [self.fit(second, query + text) for query, text in pairs]
+
+    def scores(self, choices: list[Choice]) -> list[float]:
+        vectors = [vector_of(each.embedding) for each in choices]
+        if not self.classifies:
+            return similarities(vectors, self._num_first)
+        return [float(probabilities(each, self.context.config)[0]) for each in vectors]
+
+
+class Scores(Comparison[ScoreRequest]):
     prefix = "score"
 
     def prompts(self) -> list[list[int]]:
@@ -50,18 +79,16 @@ class Scores(PooledResponder[ScoreRequest]):
         if not right or len(left) not in (1, len(right)):
             fault = f"{first} has {len(left)} texts and {second} {len(right)}; give 1 or as many, and not none"
             raise FieldError(first if right else second, fault)
-        self._num_first = len(left)
-        queries = [self.fit(first, text, max_tokens=body.max_tokens_per_query or 0) for text in left]
-        return queries + [self.fit(second, text, max_tokens=body.max_tokens_per_doc or 0) for text in right]
+        return self.compare(first, left, second, right)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        scores = similarities([vector_of(each.embedding) for each in choices], self._num_first)
-        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        scored = enumerate(self.scores(choices))
+        data = [{"index": index, "object": "score", "score": score} for index, score in scored]
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         return head | {"data": data, "usage": usage}
 
 
-class Reranked(PooledResponder[RerankRequest]):
+class Reranked(Comparison[RerankRequest]):
     prefix = "rerank"
 
     def prompts(self) -> list[list[int]]:
@@ -69,12 +96,10 @@ class Reranked(PooledResponder[RerankRequest]):
         if not body.documents:
             raise FieldError("documents", "there are no documents; give at least one")
         self._texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        query = self.fit("query", body.query, max_tokens=body.max_tokens_per_query or 0)
-        limit = body.max_tokens_per_doc or 0
-        return [query, *(self.fit("documents", text, max_tokens=limit) for text in self._texts)]
+        return self.compare("query", [body.query], "documents", self._texts)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        scores = similarities([vector_of(each.embedding) for each in choices], 1)
+        scores = self.scores(choices)
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.body.top_n or None]
         results = [{"index": index, "relevance_score": scores[index]} | self._document(index) for index in ranked]
         return {"id": self.id, "model": self.model, "results": results, "usage": usage}

@@ -87,7 +87,6 @@ ROUTES = {
     "/kv_event_sources": "no KV leaves its engine; GET /metrics counts the tokens that were found in the prefix cache",
     "/kv_transfer_info": "no KV leaves its engine",
     "/pause": PAUSE,
-    "/pooling": "write POST /v1/embeddings",
     "/readyz": "write GET /ready",
     "/release_kv_cache_memory": "write POST /sleep?level=1, with serve.enable_sleep_mode=true",
     "/reset_encoder_cache": NO_MEDIA,

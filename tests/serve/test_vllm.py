@@ -33,6 +33,7 @@ OURS: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": schema.EmbeddingRequest,
     "/classify": schema.ClassifyRequest,
+    "/pooling": schema.PoolingRequest,
     "/score": schema.ScoreRequest,
     "/rerank": schema.RerankRequest,
     "/tokenize": schema.TokenizeRequest,
@@ -105,7 +106,7 @@ def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/pooling", "write POST /v1/embeddings"),
+        ("/v2/embed", "write POST /v1/embeddings"),
         (
             "/v1/responses/resp_1/cancel",
             "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",

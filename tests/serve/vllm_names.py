@@ -58,6 +58,12 @@ FIELDS = {
         continue_final_message input media_io_kwargs messages mm_processor_kwargs model padding priority request_id
         truncate_prompt_tokens truncation_side use_activation user
     """,
+    "/pooling": """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs messages
+        mm_processor_kwargs model padding priority request_id task truncate_prompt_tokens truncation_side
+        use_activation user
+    """,
     "/score": """
         cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
         max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
@@ -94,6 +100,7 @@ MODELS = {  # vLLM's names of the models of a route's body
     "/v1/messages/count_tokens": "AnthropicCountTokensRequest",
     "/v1/embeddings": "EmbeddingCompletionRequest EmbeddingChatRequest",
     "/classify": "ClassificationCompletionRequest ClassificationChatRequest",
+    "/pooling": "PoolingCompletionRequest PoolingChatRequest",
     "/score": "ScoreDataRequest ScoreQueriesDocumentsRequest ScoreQueriesItemsRequest ScoreTextRequest",
     "/rerank": "RerankRequest",
     "/tokenize": "TokenizeCompletionRequest TokenizeChatRequest",

@@ -6,7 +6,7 @@ curl localhost:8000/v1/embeddings -H "Content-Type: application/json" -d '{"inpu
 from __future__ import annotations
 
 from base64 import b64encode
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from atom.serve.openai.params import split_inputs
 from atom.serve.openai.pooled import PooledResponder, vector_of
 from atom.serve.openai.schema import EmbeddingRequest
 
+EmbeddingT = TypeVar("EmbeddingT", bound=EmbeddingRequest)
+
 
 def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
@@ -32,7 +34,7 @@ def routes(context: Context) -> APIRouter:
     return router
 
 
-class Embeddings(PooledResponder[EmbeddingRequest]):
+class Embeddings(PooledResponder[EmbeddingT]):
     prefix = "embd"
 
     def prompts(self) -> list[list[int]]:
@@ -48,12 +50,13 @@ class Embeddings(PooledResponder[EmbeddingRequest]):
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         data = [
-            {"object": "embedding", "index": each.index, "embedding": self._encoded(each.embedding)} for each in choices
+            {"object": "embedding", "index": each.index, "embedding": self.encode(each.embedding)} for each in choices
         ]
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         return head | {"data": data, "usage": usage}
 
-    def _encoded(self, embedding: bytes) -> list[float] | str:
+    def encode(self, embedding: bytes) -> list[float] | str:
+        """An embedding in the form that the body asks for."""
         body = self.body
         vector = vector_of(embedding)[: body.dimensions]
         normalize = body.normalize if body.use_activation is None else body.use_activation

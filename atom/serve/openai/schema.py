@@ -482,6 +482,10 @@ class EmbeddingRequest(PooledRequest):
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
 
 
+class PoolingRequest(EmbeddingRequest):
+    task: Literal["embed", "classify"] | None = Field(None, description="null: classify if the model has labels")
+
+
 class ClassifyRequest(PooledRequest):
     input: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
         description="a text or token ids, or several of these; where a text spells a special token, it is that token"

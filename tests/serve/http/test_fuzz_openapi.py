@@ -30,6 +30,7 @@ OPERATIONS = [
     "POST /classify",
     "POST /detokenize",
     "POST /ping",
+    "POST /pooling",
     "POST /rerank",
     "POST /reset_prefix_cache",
     "POST /score",
@@ -52,7 +53,7 @@ OPERATIONS = [
 BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
             "POST /wake_up"}  # fmt: skip
 ALIASES = {"POST /v1/rerank", "POST /v1/score", "POST /v2/rerank"}  # of routes that are tried
-ELSEWHERE = {"POST /classify"}  # this server has no labels
+ELSEWHERE = {"POST /classify", "POST /pooling"}  # this server has no labels, and the other is like embeddings
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     derandomize=True,

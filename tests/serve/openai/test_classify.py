@@ -46,6 +46,14 @@ def test_a_classifiers_routes_give_what_transformers_gives(talker: Path, start_s
     assert {each["index"]: each["relevance_score"] for each in ranked} == pytest.approx(
         dict(enumerate(expected)), abs=1e-4
     )
+    for body in ({}, {"task": "classify"}):
+        pooled = post("/pooling", input=[f"Red? {each}" for each in documents], **body)["data"]
+        assert [each["data"][0] for each in pooled] == pytest.approx(expected, abs=1e-4)
+        assert [(each["index"], each["object"]) for each in pooled] == [(0, "pooling"), (1, "pooling")]
+    (embedded,) = post("/pooling", input="Red?", task="embed", dimensions=8)["data"]
+    (same,) = post("/v1/embeddings", input="Red?", dimensions=8)["data"]
+    assert embedded["data"] == pytest.approx(same["embedding"], abs=1e-6)
+    assert post("/pooling", 400, input="Red?", dimensions=8)["error"]["param"] == "dimensions"
     refused = post("/score", 400, text_1="a", text_2="b", max_tokens_per_doc=3)
     assert refused["error"]["param"] == "max_tokens_per_doc"
 

@@ -178,7 +178,7 @@ def test_a_second_start_measures_nothing_and_answers_alike(
 
     def start() -> tuple[dict[str, float], list[Any], str]:
         engine = open_engine(checkpoint, "serve.enable_prefix_caching=true")
-        answers = [answer["token_ids"] for answer in engine.generate([TOKENS, TOKENS[:20]], GREEDY)]
+        answers = [answer["token_ids"] for answer in engine.generate([TOKENS, TOKENS[1:21]], GREEDY)]
         assert engine.metrics.scheduler.num_prefix_hit_tokens == 0, "no block of the measured prompt is left"
         scales = scales_of(engine)
         engine.close()

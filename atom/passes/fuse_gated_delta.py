@@ -62,7 +62,9 @@ def _match(delta: Node) -> tuple[Node, list[Any], dict[str, Any], Node] | None:
     if product.target is not ops.mul:
         return None
     gates = [each for each in product.args if each is not norm]
-    if len(gates) != 1 or gates[0].target is not ops.activate or not _is_read_once(product, gates[0]):
+    if len(gates) != 1 or not isinstance(gates[0], Node) or gates[0].target is not ops.activate:
+        return None
+    if type_of(gates[0]) != type_of(norm) or not _is_read_once(product, gates[0]):
         return None
     (merged,) = product.users
     z = _under(gates[0].args[0], ops.split_heads)

@@ -48,7 +48,7 @@ def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
             continue
         (total,) = experts.users
         added = next((each for each in total.args if each is not experts), None) if total.target is ops.add else None
-        if added is None:
+        if not isinstance(added, Node):  # or a vector that is added to each token's sum
             continue
         shared, gate = _without_gate(added)
         recipes = _shared_weights(experts, shared, context)

@@ -124,5 +124,8 @@ def test_a_convolution_that_is_another_stays():
 
 
 def test_gates_of_another_kind_stay():
+    without = BLOCK.replace('    z_2 = activate(z_1, kind="silu")\n', "")
+    assert_stays(without.replace("mul(o_1, z_2)", 'mul(o_1, W("factors", fp32[2]))'))
+    assert_stays(BLOCK.replace("z: fp32[T, 8]", "z: fp32[T, 4]"))  # one of a head
     assert_stays(BLOCK.replace('activate(b, kind="sigmoid")', 'activate(b, kind="silu")'))
     assert_stays(BLOCK.replace('W("dt_bias", fp32[4]))', 'W("dt_bias", fp32[4]), floor=-5.0)'))

@@ -129,6 +129,7 @@ def test_a_gate_stays_without_a_router_that_takes_it(monkeypatch: pytest.MonkeyP
         ("gated_activate(gate_up, kind=\"silu\")", "gated_activate(gate_up, kind=\"gelu\")"),
         ("return y_1", "return y_1, down"),
         ("return y_1", "return y_1, y"),
+        ("add(y, down)", 'add(y, W("b", fp32[8]))'),
         ("[4, 6, 8]", "[4, 8, 8]"),
         ("gate_up = linear(h, ", "x = add(h, h)\n    gate_up = linear(x, "),
     ],

@@ -50,7 +50,7 @@ class Experts(moe.Experts):
         matrices, biases, gate = (gate_up, down), (gate_up_bias, down_bias), Gate(kind, limit, alpha)
         is_shuffled = _is_shuffled(gate_up)
         is_plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        if first is None and (is_shuffled or is_plain) and few_experts.suits_few(x, ids, gate_up):
+        if first is None and (is_shuffled or is_plain) and few_experts.suits_few(x, ids, gate_up, down):
             return few_experts.multiply_few(x, weights, ids, matrices, biases, gate, self.counters(x.device))
         if not is_shuffled:
             return super().experts(x, weights, ids, gate_up, down, *biases, first, kind=kind, limit=limit, alpha=alpha,

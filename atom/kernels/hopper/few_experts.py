@@ -1,6 +1,6 @@
 """Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
 
-    if suits_few(x, ids, gate_up):
+    if suits_few(x, ids, gate_up, down):
         y = multiply_few(x, weights, ids, (gate_up, down), biases, Gate("silu"), counters)      # as the op `experts`
 
 A weight is plain, or packed in the layout of shuffle.py. A program has ROWS rows of it: for the gate/up projection of
@@ -359,11 +359,11 @@ def max_chosen(weight: Weight) -> int:
     return MAX_CHOSEN if _parts(weight)[-1].values in (None, "e4m3") else MAX_CHOSEN_PACKED
 
 
-def suits_few(x: Tensor, ids: Tensor, gate_up: Weight) -> bool:
+def suits_few(x: Tensor, ids: Tensor, gate_up: Weight, down: Weight) -> bool:
     """Whether these tokens go through their experts without being grouped; packed ones are laid out for it."""
     _, out, inner = gate_up.shape
     max_tokens = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
-    is_few = 0 < len(x) <= max_tokens and ids.shape[1] <= max_chosen(gate_up)
+    is_few = 0 < len(x) <= max_tokens and ids.shape[1] <= min(map(max_chosen, (gate_up, down)))
     return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
 
 

@@ -44,13 +44,23 @@ def test_rings_fit_in_memory(fmt: str | None, inner: int):
 def test_what_is_not_few_is_grouped():
     weight, x = draw("fp8[1, *]", 4, 256, 512), torch.zeros(FEW_PLAIN + 1, 512, dtype=torch.bfloat16)
     ids = torch.zeros(FEW_PLAIN + 1, 8, dtype=torch.int64)
-    assert few_hopper.suits_few(x[:FEW_PACKED], ids[:FEW_PACKED], weight)
-    assert not few_hopper.suits_few(x[: FEW_PACKED + 1], ids[: FEW_PACKED + 1], weight), (
+    assert few_hopper.suits_few(x[:FEW_PACKED], ids[:FEW_PACKED], weight, weight)
+    assert not few_hopper.suits_few(x[: FEW_PACKED + 1], ids[: FEW_PACKED + 1], weight, weight), (
         "more of packed ones are grouped"
     )
-    assert few_hopper.suits_few(x[1:], ids[1:], torch.zeros(4, 256, 512))
+    plain = torch.zeros(4, 256, 512)
+    assert few_hopper.suits_few(x[1:], ids[1:], plain, plain)
     for tokens, chosen in ((x, ids), (x[:0], ids[:0]), (x[:1].float(), ids[:1]), (x[:1], ids[:1].repeat(1, 3))):
-        assert not few_hopper.suits_few(tokens, chosen, weight)
+        assert not few_hopper.suits_few(tokens, chosen, weight, weight)
+
+
+def test_more_than_8_experts_of_a_token_are_few_if_neither_weight_is_unpacked_with_more_than_a_scale():
+    wide, narrow = draw("fp8[128, 128]", 16, 256, 256), draw("mxfp4", 16, 256, 256)
+    x, ids = torch.zeros(1, 256, dtype=torch.bfloat16), torch.zeros(1, 11, dtype=torch.int64)
+    assert few_hopper.suits_few(x, ids, wide, wide)
+    assert not few_hopper.suits_few(x, ids, wide, narrow)
+    assert not few_hopper.suits_few(x, ids, narrow, wide)
+    assert few_hopper.suits_few(x, ids[:, :8], wide, narrow)
 
 
 COMPILE = """

@@ -39,7 +39,7 @@ SCALED_COLUMNS = {
     **dict.fromkeys(("q4_k", "q5_k", "q6_k"), (256,)),
 }
 HEAD_DIMS = (64, 128, 256)
-STATE_DIMS = (64, 128)
+STATE_DIMS = (64, 128)  # of keys and values of a delta rule
 LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
 
 
@@ -112,9 +112,9 @@ def accepts_experts(
 
 def accepts_delta_net(target: Target, qkv: Type, *types: Any, **attributes: Any) -> str | None:
     """bf16; keys and values of 64 or 128 dims"""
-    heads = types[4].type.shape[1:]
-    if any(int(dim) not in STATE_DIMS for dim in heads):
-        return f"a head's state is {heads[0]} x {heads[1]}, not of 64 or 128"
+    _, dim, width = types[4].type.shape
+    if not {dim, width} <= {*STATE_DIMS}:
+        return f"a head's state is {dim} x {width}, not of 64 or 128"
     return _refuse_dtype(qkv) or triton.accepts_delta_net(target, qkv, *types, **attributes)
 
 

@@ -18,12 +18,12 @@ from triton.experimental.gluon import language as gl
 
 from atom.graph import Batch
 from atom.graph.ops.linear_attention import L2_EPS
+from atom.kernels.hopper import STATE_DIMS
 from atom.kernels.hopper.gluon import barrier, jit
 from atom.kernels.triton.activations import activation, softplus
 from atom.kernels.triton.recurrent import delta_net
 from atom.kernels.triton.recurrent.states import row_of
 
-SIZES = (64, 128)  # of keys and values, see accepts_delta_net
 # of states that a program has in registers, of several heads: of a few sequences as many as fit, of more half as many,
 # so that one program's states come while another's are computed
 COLUMNS, FEW_COLUMNS = 128, 256
@@ -153,7 +153,7 @@ def heads_at_once(num_sequences: int, group: int, width: int) -> int:
 def suits(qkv: Tensor, state: Tensor, batch: Batch) -> bool:
     """Whether the kernel takes these: decodes of one token each, in bf16."""
     is_decode = batch.num_single_query == len(qkv)
-    return is_decode and qkv.dtype == torch.bfloat16 and {*state.shape[3:]} <= {*SIZES}
+    return is_decode and qkv.dtype == torch.bfloat16 and {*state.shape[3:]} <= {*STATE_DIMS}
 
 
 def decode(

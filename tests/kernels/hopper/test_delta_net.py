@@ -25,6 +25,7 @@ SIZES: list[dict[str, Any]] = [
     {"key_heads": 2, "heads": 4},
     {"key_heads": 1, "heads": 3, "taps": 2, "kind": "sigmoid", "beta_scale": 2.0},
     {"key_heads": 2, "heads": 8, "normalize": False, "key_dim": 64},
+    {"key_heads": 1, "heads": 4, "value_dim": 64},  # four heads at a time
     {"key_heads": 2, "heads": 4, "by_dim": True, "kind": "sigmoid"},
     {"key_heads": 2, "heads": 4, "state_dtype": torch.bfloat16},
 ]
@@ -64,6 +65,25 @@ def test_decodes_equal_the_reference_by_these_programs(
     count: int, kept: int, sizes: dict[str, Any], emulated: SimpleNamespace
 ):
     check("cpu", emulated.decode, count, kept, sizes)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_decodes", "query_len", "sizes", "is_taken"),
+    [
+        ([1, 1], 2, 1, {}, True),
+        ([1, 1], 2, 1, {"key_dim": 64, "dtype": torch.float16}, False),
+        ([1, 1], 2, 1, {"value_dim": 96}, False),
+        ([1, 70], 1, 1, {}, False),
+        ([2, 2], 2, 2, {}, False),
+    ],
+    ids=["decodes", "fp16", "odd values", "a prompt", "drafts"],
+)
+def test_it_takes_decodes_of_one_token(
+    counts: list[int], num_decodes: int, query_len: int, sizes: dict[str, Any], is_taken: bool
+):
+    sizes = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16, **sizes}
+    (qkv, *_, state, batch, _, _, _, _), _ = make(counts, [80] * len(counts), num_decodes, query_len, **sizes)
+    assert delta_net.suits(qkv[: sum(counts)], state, batch) == is_taken
 
 
 @pytest.mark.gpu

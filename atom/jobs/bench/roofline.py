@@ -93,6 +93,7 @@ class Matmul(NamedTuple):
     groups: int = 1  # whose rows come together
     act: str = "flops"  # the field of Work that its operations count for
     fmt: str | None = None  # of the weight, if it stays packed
+    with_next: bool = False  # a kernel that multiplies by this weight does so by the next one
 
     def work(self, num_rows: int) -> Work:
         """The work of a matmul; of experts, the expected share that some row needs is read."""
@@ -230,13 +231,13 @@ def expert_matmuls(node: Node, place: int) -> list[Matmul]:
     router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
     shared = router.kwargs.get("shared", 0)
     parts, act = num_parts(node), str(node.kwargs.get("act", "flops")).partition("[")[0]
-    sizes = ((experts - shared, (top_k - shared) / ((experts - shared) * parts)), (shared, 1.0))
+    sizes = ((experts - shared, (top_k - shared) / ((experts - shared) * parts), shared > 0), (shared, 1.0, False))
     return [
         Matmul(
             (num, *rest), num_bytes * num // experts, weight.type.num_elements * num // experts, share,
-            parts, _num_groups(node.args[0]), act, weight.type.fmt,
+            parts, _num_groups(node.args[0]), act, weight.type.fmt, with_next,
         )
-        for num, share in sizes
+        for num, share, with_next in sizes
         if num
     ]  # fmt: skip
 

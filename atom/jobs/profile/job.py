@@ -27,7 +27,7 @@ from atom.config import Config
 from atom.errors import ConfigError
 from atom.graph import Graph, Program, ops
 from atom.jobs.bench.job import describe_run, open_warm
-from atom.jobs.bench.roofline import Costs, Limits, Work, read_costs, step_work, total, wait_for
+from atom.jobs.bench.roofline import Costs, Limits, Matmul, Work, read_costs, step_work, total, wait_for
 from atom.jobs.bench.workload import Record, Step, recording, submit
 from atom.jobs.profile.page import make_page
 from atom.jobs.profile.trace import KINDS, WITH_LIMITS, Event, Row, Summary, has_events, middle_step, summarize
@@ -215,7 +215,12 @@ def match_matmuls(
     Empty if kernels and matmuls are not one to one. Steps that ran ahead may follow those that are known.
     """
     by_step = [
-        [(matmul, run.num_rows) for run in step.runs(costs) if run.num_rows for matmul in costs[run.program].matmuls]
+        [
+            (call, run.num_rows)
+            for run in step.runs(costs)
+            if run.num_rows
+            for call in _calls(costs[run.program].matmuls)
+        ]
         for step in steps
     ]
     expected = list(chain.from_iterable(by_step))
@@ -223,12 +228,24 @@ def match_matmuls(
     if not per_step or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, min_seconds = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
-    for (matmul, num_rows), taken in zip(expected, launches, strict=False):
-        name = f"weight {list(matmul.shape)}"
+    for (call, num_rows), taken in zip(expected, launches, strict=False):
+        name = "weight " + " + ".join(str(list(matmul.shape)) for matmul in call)
         calls[name] += 1
         seconds[name] += taken
-        min_seconds[name] += limits.seconds(matmul.work(num_rows))
+        min_seconds[name] += limits.seconds(total(matmul.work(num_rows) for matmul in call))
     return [(name, calls[name], seconds[name], min_seconds[name]) for name in calls]
+
+
+def _calls(matmuls: Sequence[Matmul]) -> list[list[Matmul]]:
+    """The matmuls of each kernel."""
+    calls: list[list[Matmul]] = []
+    is_last = True
+    for matmul in matmuls:
+        if is_last:
+            calls.append([])
+        calls[-1].append(matmul)
+        is_last = not matmul.with_next
+    return calls
 
 
 def describe(

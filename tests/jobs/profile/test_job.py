@@ -55,6 +55,13 @@ def test_matmuls_in_order_are_each_compared_with_their_limit():
         assert match_matmuls(other, COSTS, steps, LIMITS) == [], "kernels and matmuls are not one to one"
 
 
+def test_one_kernel_multiplies_by_the_experts_that_are_chosen_and_by_those_of_all_tokens():
+    chosen, shared = Matmul((8, 4, 2), 800, 80, 0.25, with_next=True), Matmul((1, 4, 2), 100, 10)
+    costs = {"body": Costs(matmuls=[chosen, shared, A, chosen, shared])}
+    result = match_matmuls([3.0, 1.0, 4.0], costs, [step(1)], LIMITS)
+    assert result == [("weight [8, 4, 2] + [1, 4, 2]", 2, 7.0, 6.0), ("weight [8, 4]", 1, 1.0, 1.0)]
+
+
 def test_a_step_that_samples_nothing_has_no_head():
     result = match_matmuls([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
     assert [(name, calls) for name, calls, *_ in result] == [("weight [8, 4]", 2), ("weight [4, 8]", 1)]

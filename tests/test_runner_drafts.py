@@ -71,7 +71,8 @@ def draft_known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_looked_up_tokens_are_those_of_none(
     run_ahead: int, limits: dict[str, Any], open_engine: Open, drafting: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    params = [each for each in PARAMS if each.n == 1]
+    times = 4 if limits == BUSY else 1  # next to prompts few drafts are right
+    params = [each for each in PARAMS if each.n == 1] * times
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
     drafting(run_ahead)

@@ -138,8 +138,11 @@ def nonnegative_float(text: str) -> float:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically; an infinite number becomes the text "inf"."""
+    """Write a JSON file atomically; an infinite number becomes the text "inf". A device or a pipe stays what it is."""
     text = json.dumps(name_infinite(value), allow_nan=False)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -63,6 +63,8 @@ def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) 
     except Damaged as error:
         raise ArtifactError(f"{path} is not written: {error}; run the model once to build it anew") from None
     names = [f"{kind}/{key}" for kind, key in keys]
+    if path.exists() and not path.is_file():
+        raise ArtifactError(f"{path} is no file, and would be replaced by one; name another path")
     head = seal({"artifact": entry.key, "entries": names, "measured": dict(measured)})
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:

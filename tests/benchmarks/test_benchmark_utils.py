@@ -56,6 +56,15 @@ def test_other_errors_keep_their_traceback():
     assert report("matrix", lambda: 3) == 3
 
 
+def test_a_device_is_written_to_and_not_replaced():
+    main, terminal = os.openpty()
+    path = Path(os.ttyname(terminal))
+    write_json(path, {"rows": []})
+    assert path.is_char_device() and os.read(main, 100) == b'{"rows": []}'
+    os.close(terminal)
+    os.close(main)
+
+
 def test_json_is_written_whole_with_infinities_as_text(tmp_path: Path):
     path = tmp_path / "deep" / "a.json"
     write_json(path, {"rate": math.inf, "rows": [1.5, (-math.inf, None)]})

@@ -708,6 +708,16 @@ def test_an_artifact_whose_piece_is_damaged_is_not_exported(cache: Cache, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+def test_a_bundle_replaces_nothing_but_a_file(cache: Cache, tmp_path: Path):
+    main, terminal = os.openpty()
+    for path in (Path(os.ttyname(terminal)), tmp_path):
+        with pytest.raises(ArtifactError, match="is no file, and would be replaced by one"):
+            export(cache, make_artifact(cache), path, {})
+    assert Path(os.ttyname(terminal)).is_char_device()
+    os.close(terminal)
+    os.close(main)
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, bytes]]:
     """A small bundle, and what comes out of it."""

@@ -81,7 +81,7 @@ def keep_answered(path: Path) -> set[str]:
     ConfigError, and nothing is changed, if a line is no result.
     """
     answered: set[str] = set()
-    if not path.exists():
+    if not path.is_file():  # a device, or a pipe, keeps nothing
         return answered
     part, is_whole = path.with_name(f"{path.name}.part"), True
     with path.open("rb") as file, part.open("wb") as kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,11 @@ def test_another_file_is_left_as_it_is(text: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"out: line 1 is no result of a batch; name another file$"):
         keep_answered(path)
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_keeps_nothing_and_is_left_as_it_is():
+    main, terminal = os.openpty()
+    path = Path(os.ttyname(terminal))
+    assert keep_answered(path) == set() and path.is_char_device()
+    os.close(terminal)
+    os.close(main)

@@ -36,6 +36,7 @@ Examples
   atom-run job=chat checkpoint=Qwen/Qwen3-0.6B
   atom-run checkpoint=Qwen/Qwen3-0.6B prompts='["Once upon a time", "The capital of France is"]' sampling.temperature=0
   atom-run checkpoint=/models/llama prompts=@questions.txt job.output=json sampling.max_tokens=200
+  atom-run prompts=@batch.jsonl job.output_file=results.jsonl checkpoint=/models/llama
   atom-run job=explain job.stage=fuse_qkv checkpoint=/models/llama
   atom-run -m job=bench level=1,2 job.num_prompts=1,16 job.input_len=100-1024"""
 

@@ -495,7 +495,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
         "for job=serve:\n  serve.http.host=",
     ):
         assert line in out
-    assert out.split("Examples\n")[1].count("atom-run ") == 6
+    assert out.split("Examples\n")[1].count("atom-run ") == 7
     assert max(map(len, out.splitlines())) <= 144
 
 

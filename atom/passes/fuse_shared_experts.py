@@ -16,7 +16,9 @@ A gate of its own becomes a row of the router's weight, and its sigmoid the weig
 
 Packed weights are joined as they are stored, or before they are packed.
 
-Declines if no kernel computes experts in one call, among several ranks, if its width is no whole number of
+Of ranks that divide each expert, each has its part of the shared one too.
+
+Declines if no kernel computes experts in one call, if ranks have whole experts, if its width is no whole number of
 theirs, if one of the two has a bias, if they are stored in different formats or cannot be joined without
 unpacking them, if a format of activations was asked for that the routed ones lack, and if only its own linears
 have kernels for theirs: prompts would take longer by more than decodes gain. A gate must read what the router
@@ -33,7 +35,6 @@ from torch.fx import Node
 from atom.graph import Graph, Quantize, Recipe, Stack, ops
 from atom.graph.formats import FormatError
 from atom.graph.graph import call_of, type_of
-from atom.graph.mesh import SINGLE
 from atom.graph.parts import aligned, has_parts, parts_of
 from atom.graph.recipe_contents import packed_while_loading
 from atom.graph.recipe_ranges import cat, narrow
@@ -41,7 +42,8 @@ from atom.passes.context import PassContext
 
 
 def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
-    for experts in graph.find(ops.experts) if context.mesh == SINGLE else ():
+    mesh = context.mesh
+    for experts in graph.find(ops.experts) if mesh.experts == mesh.data == 1 else ():
         if len(experts.users) != 1 or not _is_taken(experts, context):
             continue
         (total,) = experts.users

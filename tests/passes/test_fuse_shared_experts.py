@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from law import assert_same_logits
 from passes.cases import context_of, run, text_of
+from passes.test_shard import logits_of_ranks
 from safetensors.torch import save_file
 from semantic import assert_same_as_transformers
 
@@ -141,8 +143,9 @@ def test_another_form_stays(old: str, new: str):
     assert_stays(text)
 
 
-def test_among_ranks_and_without_such_a_kernel_it_stays():
-    assert_stays(BEFORE, PassContext(GPU.target, GPU.backends, Mesh(tensor=2)))
+def test_among_ranks_with_experts_of_their_own_and_without_such_a_kernel_it_stays():
+    for mesh in (Mesh(tensor=2, experts=2), Mesh(data=2)):
+        assert_stays(BEFORE, PassContext(GPU.target, GPU.backends, mesh))
     assert_stays(BEFORE, context_of(Target("cpu"), "torch", "reference"))
 
 
@@ -162,6 +165,30 @@ def test_a_gated_shared_expert_among_the_others_gives_the_logits_of_transformers
         return made
 
     assert_same_as_transformers(load([f"checkpoint={tmp_path / name}", "dtype=fp32"]), model.eval(), rewrite)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3_next", {"shared_expert_intermediate_size": 24}),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_divide_all_experts_take_their_part_of_the_shared_one(
+    name: str, changes: dict[str, int], tmp_path: Path
+):
+    model = tiny.save_changed(name, tmp_path / name, **changes)
+
+    def rewrite(graph: Graph) -> Graph:
+        made = fuse_shared_experts(fuse_gate_up(graph), replace(GPU, mesh=Mesh(2)))
+        routers = made.find(ops.router)
+        assert routers and all("shared" in router.kwargs for router in routers)
+        return made
+
+    tokens = tiny.prompt(33)
+    made = logits_of_ranks([f"checkpoint={tmp_path / name}", "dtype=fp32"], tokens, Mesh(2), rewrite)
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    assert torch.equal(*made)
 
 
 def packed_text(

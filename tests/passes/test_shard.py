@@ -34,10 +34,12 @@ def sharded(graph: Graph, mesh: Mesh, dispatches: bool = False) -> Graph:
 
 
 @torch.inference_mode()
-def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list[torch.Tensor]:
-    """The logits of each rank, by the text that all of them have."""
+def logits_of_ranks(
+    overrides: list[str], tokens: list[int], mesh: Mesh, rewrite: Callable[[Graph], Graph] = lambda graph: graph
+) -> list[torch.Tensor]:
+    """The logits of each rank, by the text that all of them have, rewritten."""
     config = load(overrides)
-    texts = [sharded(semantic_graph(config), mesh)]
+    texts = [rewrite(sharded(semantic_graph(config), mesh))]
     if mesh.data > 1 and mesh.experts > 1:
         texts.append(sharded(semantic_graph(config), mesh, dispatches=True))
     graph = texts[0]

@@ -123,11 +123,11 @@ class Writer:
         return own if kind in taken else None
 
     def act_of_experts(self, *weights: Recipe) -> str | None:
-        """The format of activations that experts are multiplied with, if all their weights are in blocks of one."""
+        """The format of activations that experts are multiplied with, if all their weights are stored in one."""
         acts = {None if weight.type.fmt is None else act_of(weight.type.fmt) for weight in weights}
         act = acts.pop() if len(acts) == 1 else None
-        is_taken = act is not None and act.startswith("fp8") and "*" not in act
-        return act if is_taken and self.quant.act in ("auto", "fp8") else None
+        is_taken = act is not None and act.startswith("fp8") and self.quant.act in ("auto", "fp8")
+        return act if is_taken else None
 
     def norm(
         self, x: Node, role: str, layer: int | None = None, name: str = "h", weight_of_heads: str = "shared"

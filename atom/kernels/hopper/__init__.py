@@ -97,7 +97,7 @@ def accepts_experts(
     target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
     kind: str, limit: float | None = None, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
-    """as grouped_linear; in fp8 by 128 x 128 with activations in fp8, too"""
+    """as grouped_linear; in fp8 by rows and by 128 x 128 with activations in fp8, too"""
     refused = _refuse_layout(gate_up) or _refuse_layout(down)
     if act is not None:
         gate = f"{kind} gate" if limit is None else f"{kind} gate with a limit"
@@ -170,10 +170,8 @@ def _refuse_many(weight: Type, num_parts: int = 1) -> str | None:
 def _refuse_act(act: str, weight: Type) -> str | None:
     """Why experts' activations in this format are not multiplied by this weight; None: they are."""
     out, inner = map(int, weight.shape[-2:])
-    is_in_blocks = (
-        weight.fmt is not None and parse_format(weight.fmt).block == (SPAN, SPAN) and act_of(weight.fmt) == act
-    )
-    is_taken = is_in_blocks and out % SPAN == inner % SPAN == 0
+    block = None if weight.fmt is None or act_of(weight.fmt) != act else parse_format(weight.fmt).block
+    is_taken = block == (1, None) or (block == (SPAN, SPAN) and out % SPAN == inner % SPAN == 0)
     return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 

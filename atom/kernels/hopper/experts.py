@@ -20,7 +20,6 @@ from atom.graph import PackedWeight
 from atom.graph.formats import block_of, parse_format, with_block
 from atom.kernels.hopper import few_experts, grouped_linear, grouped_packed_linear, packed_linear
 from atom.kernels.hopper.shuffle import LAYOUT
-from atom.kernels.triton import SPAN
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.experts import moe
 from atom.kernels.triton.experts.grouped_tiles import Find
@@ -28,7 +27,7 @@ from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.lora import add_grouped
 from atom.kernels.triton.linear.packed import unpack
-from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
+from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows, span_of
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.weight_encoding import Weight
 
@@ -58,7 +57,7 @@ class Experts(moe.Experts):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "both are in the layout wgmma"
         average = ids.numel() / gate_up.shape[0]  # rows of an expert
         if act is not None and average >= MANY_FP8_ROWS:
-            return multiply_in_fp8(x, weights, ids, first, (gate_up, down), gate)
+            return multiply_in_fp8(x, weights, ids, first, (gate_up, down), gate, act)
         if average >= MANY_PACKED_ROWS:
             return multiply_many_packed(x, weights, ids, first, (gate_up, down), biases, gate)
         return self._multiply_by_groups(x, weights, ids, first, matrices, biases, gate)
@@ -149,14 +148,14 @@ def multiply_many_packed(
 
 def multiply_in_fp8(
     x: Tensor, weights: Tensor, ids: Tensor, first: Tensor | None, matrices: tuple[PackedWeight, PackedWeight],
-    gate: Gate,
+    gate: Gate, act: str,
 ) -> Tensor:  # fmt: skip
-    """experts of many tokens by shuffled weights in blocks of 128 x 128, with activations quantized by 128 columns."""
+    """experts of many tokens by shuffled weights in fp8, with activations quantized to this format"""
     gate_up, down = matrices
-    tokens = quantize_rows(x, SPAN, FP8, is_shuffled=True)
+    tokens = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=True)
     pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
     rows, order, ends, places = group_pairs(pairs, ids, first, gate_up.shape[0])
-    plan = grouped_linear.plan_fp8(ends, len(rows))
+    plan = grouped_linear.plan_fp8(ends, len(rows), gate_up)
     m = grouped_linear.multiply_fp8(rows.view(FP8), tokens.scales, gate_up, plan, gate, order, ids.shape[1])
-    values, scales, *_ = quantize_rows(m, SPAN, FP8, is_shuffled=True)
+    values, scales, *_ = quantize_rows(m, span_of(act, m.shape[1]), FP8, is_shuffled=True)
     return combine_rows(grouped_linear.multiply_fp8(values[: len(m)], scales, down, plan), weights, places)

@@ -4,8 +4,8 @@ Biases and the gated activation are in the same kernel.
 
     y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
     m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gate before up -> [P, W]
-    plan = plan_fp8(ends, len(x))                             # shared by GEMMs of the same rows
-    y = multiply_fp8(x, x_scales, weight, plan)               # of 1 x 128 by those of 128 x 128, both in fp8
+    plan = plan_fp8(ends, len(x), weight)                     # shared by GEMMs of the same rows
+    y = multiply_fp8(x, x_scales, weight, plan)               # both in fp8, by rows, or 1 x 128 by 128 x 128
 
 Programs take one tile after another of all experts, as `_plan_kernel` lays them out: rows of an expert by outputs.
 One warp loads tiles of x and of the weight by TMA, two groups of warps multiply half of a tile's rows each. Where a
@@ -16,7 +16,8 @@ that has none waits.
 If nothing is added to the GEMM, a tile stays in registers, rounded, and is stored while the tensor cores multiply
 the next one: with few columns, storing takes as long as several steps.
 
-In fp8 the tensor cores sum over the 128 columns that share a scale, and those sums are added in float32.
+In fp8 by blocks the tensor cores sum over the 128 columns that share a scale, and those sums are added in float32. By
+rows they sum over all columns, as the library does, and a tile is scaled before it is rounded.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
+from atom.graph.formats import block_of
 from atom.kernels.hopper.gated_linear import SILU
 from atom.kernels.hopper.gluon import async_load, async_store, jit, reinterpret
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
@@ -107,7 +109,7 @@ class Tile(NamedTuple):
     columns: int  # of x and of the weight in a stage
 
 
-PLAIN, IN_FP8 = Tile(1, 256, 64), Tile(2, 128, 128)
+PLAIN, BY_ROWS, BY_BLOCKS = Tile(1, 256, 64), Tile(1, 256, 128), Tile(2, 128, 128)
 
 
 class Plan(NamedTuple):
@@ -190,12 +192,24 @@ def _pass_over(first, steps, memory):
 
 
 @jit
-def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
-    """ROWS rows of each tile, in bf16."""
+def _scale_rows(acc, scales, row, end):
+    """Multiply [ROWS, outs] by the scales of rows of x, or of their tokens."""
+    x_scales, _, _, _, order, top_k = scales
+    if x_scales is not None:
+        rows = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)), end - 1)
+        if order is not None:
+            rows = gl.load(order + rows).to(gl.int32) // top_k
+        acc *= gl.load(x_scales + rows)[:, None]
+    return acc
+
+
+@jit
+def _consume(y, y_rows, bias, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
+    """ROWS rows of each tile, in bf16, or in fp8 with scales by rows."""
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, y_boxes, ready, free = memory
     COLUMNS: gl.constexpr = x_boxes.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, COLUMNS // 4])
     weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
     first = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
@@ -203,7 +217,8 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
         row += WHO * ROWS
         if row < end:
             acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
-            _finish(acc, y, y_rows, bias, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
+            acc = _scale_rows(acc, scales, row, end)
+            _finish(acc, y, y_rows, scales[1], bias, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
         else:
             _pass_over(first, steps, memory)
         first += steps
@@ -211,19 +226,21 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
 
 
 @jit
-def _consume_late(y, y_rows, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.constexpr):
+def _consume_late(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.constexpr):
     """As `_consume`, with nothing added: a tile is rounded, and stored while the next one is multiplied."""
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, y_boxes, ready, free = memory
     COLUMNS: gl.constexpr = x_boxes.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, COLUMNS // 4])
     weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    w_scales = scales[1]
+    outs = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, ACC))
     box, out = y_boxes.index(WHO), out // 8 * 8  # which it is a multiple of: rows are stored in words of 16 bytes
     rounded = gl.zeros([ROWS, 2 * HALF], y_rows.dtype.element_ty, ACC)
     its_row, its_end, its_column = 0, 0, 0  # no rows yet
     first = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
-        _expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
+        expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
         row += WHO * ROWS
         if row < end:
             left, right = _halves(rounded)
@@ -233,7 +250,11 @@ def _consume_late(y, y_rows, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.co
             acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, first + 1, later, WHO)
             _store(right, y, y_rows, box, its_row, its_end, its_column + HALF, out)
             acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, later, first + steps, WHO)
-            rounded = end_steps(acc, slot, free).to(y_rows.dtype.element_ty)
+            acc = _scale_rows(end_steps(acc, slot, free), scales, row, end)
+            if w_scales is not None:
+                its_outs = expert * out + gl.minimum(out_tile * 2 * HALF + outs, out - 1)
+                acc *= gl.load(w_scales + its_outs).to(gl.float32)[None, :]
+            rounded = acc.to(y_rows.dtype.element_ty)
             its_row, its_end, its_column = row, end, out_tile * 2 * HALF
         else:
             _pass_over(first, steps, memory)
@@ -245,8 +266,8 @@ def _consume_late(y, y_rows, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.co
 
 
 @jit
-def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
-    """Twice ROWS rows of each tile, in fp8."""
+def _consume_blocks(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
+    """Twice ROWS rows of each tile, in fp8 with scales by blocks."""
     x_scales, w_scales, x_stride, blocks, order, top_k = scales
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, y_boxes, ready, free = memory
@@ -300,9 +321,9 @@ def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE
                     is_left, (lower_scale * left_scale)[:, None], (lower_scale * right_scale)[:, None]
                 )
                 upper_scale, lower_scale, left_scale, right_scale = next_upper, next_lower, next_left, next_right
-            _finish(upper, y, y_rows, None, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
+            _finish(upper, y, y_rows, None, None, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
             if row + ROWS < end:
-                _finish(lower, y, y_rows, None, y_boxes.index(WHO), expert, row + ROWS, end, out, out_tile, GATE)
+                _finish(lower, y, y_rows, None, None, y_boxes.index(WHO), expert, row + ROWS, end, out, out_tile, GATE)
         else:
             _pass_over(first, steps, memory)
         first += steps
@@ -317,28 +338,32 @@ def _halves(values):
 
 
 @jit
-def _finish(acc, y, y_rows, bias, box, expert, row, end, out, out_tile, GATE: gl.constexpr):
-    """Add biases, activate gates, round, and store: [ROWS, outs] of a tile."""
+def _finish(acc, y, y_rows, scales, bias, box, expert, row, end, out, out_tile, GATE: gl.constexpr):
+    """Scale by outputs, add biases, activate gates, round, and store: [ROWS, outs] of a tile."""
     HALF: gl.constexpr = acc.shape[1] // 2
     left, right = _halves(acc)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, left.type.layout)
-    column = gl.arange(0, HALF, layout=COLUMNS)
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, left.type.layout))
     if GATE is None:
-        column += out_tile * 2 * HALF
-        if bias is not None:
-            own = bias + expert * out
-            left += gl.load(own + gl.minimum(column, out - 1)).to(gl.float32)[None, :]
-            right += gl.load(own + gl.minimum(column + HALF, out - 1)).to(gl.float32)[None, :]
-        _store(left.to(y_rows.dtype.element_ty), y, y_rows, box, row, end, out_tile * 2 * HALF, out)
-        _store(right.to(y_rows.dtype.element_ty), y, y_rows, box, row, end, out_tile * 2 * HALF + HALF, out)
+        first = out_tile * 2 * HALF
+        left_outs = expert * out + gl.minimum(first + column, out - 1)
+        right_outs = expert * out + gl.minimum(first + HALF + column, out - 1)
     else:
-        if bias is not None:
-            own = bias + expert * 2 * out + gl.minimum(out_tile * HALF + column, out - 1)
-            left += gl.load(own).to(gl.float32)[None, :]
-            right += gl.load(own + out).to(gl.float32)[None, :]
-        gate, up = left.to(y_rows.dtype.element_ty), right.to(y_rows.dtype.element_ty)
-        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
-        _store(m, y, y_rows, box, row, end, out_tile * HALF, out)
+        first = out_tile * HALF
+        left_outs = expert * 2 * out + gl.minimum(first + column, out - 1)
+        right_outs = left_outs + out
+    if scales is not None:
+        left *= gl.load(scales + left_outs).to(gl.float32)[None, :]
+        right *= gl.load(scales + right_outs).to(gl.float32)[None, :]
+    if bias is not None:
+        left += gl.load(bias + left_outs).to(gl.float32)[None, :]
+        right += gl.load(bias + right_outs).to(gl.float32)[None, :]
+    left, right = left.to(y_rows.dtype.element_ty), right.to(y_rows.dtype.element_ty)
+    if GATE is None:
+        _store(left, y, y_rows, box, row, end, first, out)
+        _store(right, y, y_rows, box, row, end, first + HALF, out)
+    else:
+        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [left, right], dtype=gl.bfloat16, is_pure=True, pack=2)
+        _store(m, y, y_rows, box, row, end, first, out)
 
 
 @jit
@@ -362,8 +387,8 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
               COLUMNS: gl.constexpr):  # fmt: skip
     """Some tiles of a plan of `num` entries, over steps of COLUMNS columns.
 
-    out: columns of y. In fp8 there are scales, x_scales x_stride apart for each step, of rows or, with an order, of
-    tokens.
+    out: columns of y. In fp8 there are scales, of rows or, with an order, of tokens: one each, or one for each step,
+    x_stride apart.
     """
     wait_for_inputs(True)
     BITS: gl.constexpr = 1024 // COLUMNS
@@ -377,32 +402,32 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
 
     sizes = (out, steps, out_tiles, num)
     memory = (x_boxes, w_boxes, y_boxes, ready, free)
-    if x_scales is None and bias is None and GATE is None:
+    scales = (x_scales, w_scales, x_stride, blocks, order, top_k)
+    if MMAS == 1 and bias is None and GATE is None:
         gl.warp_specialize(
             [
-                (_consume_late, (y, y_rows, plan, sizes, memory, 0, HALF)),
-                (_consume_late, (y, y_rows, plan, sizes, memory, 1, HALF)),
+                (_consume_late, (y, y_rows, scales, plan, sizes, memory, 0, HALF)),
+                (_consume_late, (y, y_rows, scales, plan, sizes, memory, 1, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, False, MMAS, HALF)),
             ],
             [4, 1],  # warps
             [232, 40],  # registers a thread
         )
-    elif x_scales is None:
+    elif MMAS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y, y_rows, bias, plan, sizes, memory, 0, GATE, HALF)),
-                (_consume, (y, y_rows, bias, plan, sizes, memory, 1, GATE, HALF)),
+                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 1, GATE, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
             [232, 40],
         )
     else:
-        scales = (x_scales, w_scales, x_stride, blocks, order, top_k)
         gl.warp_specialize(
             [
-                (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
-                (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 1, GATE, HALF)),
+                (_consume_blocks, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume_blocks, (y, y_rows, scales, plan, sizes, memory, 1, GATE, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
@@ -444,9 +469,9 @@ def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
     return Plan(tiles, num, block_rows)
 
 
-def plan_fp8(ends: Tensor, rows: int) -> Plan:
-    """The plan of `multiply_fp8`."""
-    return make_plan(ends, rows, _block_rows(IN_FP8))
+def plan_fp8(ends: Tensor, rows: int, weight: PackedWeight) -> Plan:
+    """The plan of `multiply_fp8` by weights in this one's format."""
+    return make_plan(ends, rows, _block_rows(_tile_of(weight)))
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
@@ -461,14 +486,18 @@ def multiply_fp8(
     x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: Gate | None = None,
     order: Tensor | None = None, top_k: int = 1,
 ) -> Tensor:  # fmt: skip
-    """multiply of a weight in blocks of 128 x 128 by x fp8[P, I], with x_scales fp32[P, I / 128], whose columns lie
-    together; in bf16
+    """multiply of a weight in fp8 by x fp8[P, I], in bf16: a weight in blocks of 128 x 128 with x_scales
+    fp32[P, I / 128], whose columns lie together, or one with a scale for each row with x_scales fp32[P, 1]
 
     order: i64[P], the pair of token and expert of each row; then x_scales are of tokens, which have top_k pairs each
     """
     values, scales, written = weight.parts["values"].view(FP8), weight.parts["scales"], write_gate(gate)
     assert gate is None or written is not None, f"the kernel has no {gate}"
-    return _launch(x, values, plan, None, x_scales, scales, order, top_k, written, IN_FP8)
+    return _launch(x, values, plan, None, x_scales, scales, order, top_k, written, _tile_of(weight))
+
+
+def _tile_of(weight: PackedWeight) -> Tile:
+    return BY_ROWS if block_of(weight.type)[-2] == 1 else BY_BLOCKS
 
 
 def _block_rows(tile: Tile) -> int:

@@ -22,10 +22,11 @@ from atom.kernels import find_kernel
 from atom.kernels.hopper.experts import Experts
 from atom.kernels.hopper.shuffle import shuffle
 
-BLOCKS, ACT = "fp8[128, 128]", "fp8[1, 128]"  # experts in these blocks are multiplied with activations in fp8
+ROWS, BLOCKS = "fp8[1, *]", "fp8[128, 128]"
+ACTS = {ROWS: "fp8[1, *]", BLOCKS: "fp8[1, 128]"}  # of experts that are multiplied with activations in fp8
 SIZES: dict[str | None, tuple[int, int]] = {  # width and hidden size by format: odd numbers of what its layout takes
     None: (360, 1000),  # plain
-    "fp8[1, *]": (448, 960),
+    ROWS: (448, 960),
     BLOCKS: (384, 640),
     "fp8[64, 128]": (192, 640),  # as gates and ups have it that end within blocks of 128 x 128
     "int4[1, 128]": (384, 1408),
@@ -54,8 +55,8 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def check(
-    fmt: str | None, experts: int, ids: torch.Tensor, gate: dict[str, Any], act: str | None = None,
-    first: int | None = None, *, way: str, taken: list[str],
+    fmt: str | None, experts: int, ids: torch.Tensor, gate: dict[str, Any], *, act: str | None = None,
+    first: int | None = None, way: str, taken: list[str],
 ) -> None:  # fmt: skip
     """Experts that nobody chose hold NaN. first: of those that are here. way: by which they are to be multiplied"""
     width, hidden = SIZES[fmt]
@@ -110,11 +111,12 @@ def test_the_backend_takes_these_sizes(fmt: str):
     biases = Type("bf16", (128, 2 * width)), Type("bf16", (128, hidden))
     assert accepts(HOPPER, x, weights, ids, gate_up, down, *biases, Type("i64", (1,)), **CLAMPED) is None
     for gate in (SILU, CLAMPED):
-        refused = accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=ACT)
-        assert (refused is None) == (fmt == BLOCKS)
+        for act in ACTS.values():
+            refused = accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=act)
+            assert (refused is None) == (ACTS.get(fmt) == act)
     for gate in LIMITED:
         assert accepts(HOPPER, x, weights, ids, gate_up, down, **gate) is None
-        assert accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=ACT) is not None
+        assert accepts(HOPPER, x, weights, ids, gate_up, down, **gate, act=ACTS[BLOCKS]) is not None
 
 
 def cases(plain: Sequence[tuple[int, str]], packed: Sequence[tuple[int, str]]) -> Any:
@@ -124,8 +126,8 @@ def cases(plain: Sequence[tuple[int, str]], packed: Sequence[tuple[int, str]]) -
 
 
 def rounded(*more: tuple[int, str]) -> Any:
-    """Numbers of tokens whose activations may be in fp8."""
-    return pytest.mark.parametrize(("tokens", "way"), more)
+    """Formats with numbers of tokens whose activations may be in fp8."""
+    return pytest.mark.parametrize(("fmt", "tokens", "way"), [(fmt, *case) for fmt in ACTS for case in more])
 
 
 @pytest.fixture
@@ -165,8 +167,10 @@ class TestOnHopper:
 
     @GATES
     @rounded((2, "few"), (3, "groups"), (320, "many"), (639, "many"), (640, "fp8"), (641, "fp8"))
-    def test_activations_of_many_rows_are_in_fp8(self, tokens: int, way: str, gate: dict[str, Any], taken: list[str]):
-        check(BLOCKS, 5, choose(tokens, 2, 5), gate, ACT, way=way, taken=taken)
+    def test_activations_of_many_rows_are_in_fp8(
+        self, fmt: str, tokens: int, way: str, gate: dict[str, Any], taken: list[str]
+    ):
+        check(fmt, 5, choose(tokens, 2, 5), gate, act=ACTS[fmt], way=way, taken=taken)
 
     @cases(
         plain=[(1, "few"), (5, "plain groups"), (640, "many plain")],
@@ -176,8 +180,8 @@ class TestOnHopper:
         check(fmt, 5, torch.full((tokens, 1), 3), SILU, way=way, taken=taken)
 
     @rounded((1279, "many"), (1280, "fp8"))
-    def test_all_may_choose_one_expert_in_fp8(self, tokens: int, way: str, taken: list[str]):
-        check(BLOCKS, 5, torch.full((tokens, 1), 3), SILU, ACT, way=way, taken=taken)
+    def test_all_may_choose_one_expert_in_fp8(self, fmt: str, tokens: int, way: str, taken: list[str]):
+        check(fmt, 5, torch.full((tokens, 1), 3), SILU, act=ACTS[fmt], way=way, taken=taken)
 
     @pytest.mark.parametrize("first", [0, 5, 20])  # of 5 experts here, of 12; the last has none of them
     @cases(plain=[(20, "plain groups"), (320, "many plain")], packed=[(20, "groups"), (320, "many")])
@@ -186,8 +190,8 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("first", [0, 5, 20])
     @rounded((320, "many"), (640, "fp8"))
-    def test_experts_of_a_rank_are_a_part_in_fp8(self, tokens: int, way: str, first: int, taken: list[str]):
-        check(BLOCKS, 5, choose(tokens, 2, 12), SILU, ACT, first=first, way=way, taken=taken)
+    def test_experts_of_a_rank_are_a_part_in_fp8(self, fmt: str, tokens: int, way: str, first: int, taken: list[str]):
+        check(fmt, 5, choose(tokens, 2, 12), SILU, act=ACTS[fmt], first=first, way=way, taken=taken)
 
     @cases(
         plain=[(1, "few"), (4, "few"), (5, "plain groups"), (100, "plain groups"), (2048, "many plain")],
@@ -197,5 +201,5 @@ class TestOnHopper:
         check(fmt, 128, choose(tokens, 8, 128), CLAMPED if fmt == "mxfp4" else SILU, way=way, taken=taken)
 
     @rounded((4096, "fp8"))
-    def test_128_experts_may_have_activations_in_fp8(self, tokens: int, way: str, taken: list[str]):
-        check(BLOCKS, 128, choose(tokens, 8, 128), SILU, ACT, way=way, taken=taken)
+    def test_128_experts_may_have_activations_in_fp8(self, fmt: str, tokens: int, way: str, taken: list[str]):
+        check(fmt, 128, choose(tokens, 8, 128), SILU, act=ACTS[fmt], way=way, taken=taken)

@@ -19,7 +19,7 @@ from atom.kernels.hopper import warp_groups
 from atom.kernels.hopper.experts import unpack_experts
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
+from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows, span_of
 
 COMPILE = """
 import sys, torch, triton
@@ -61,9 +61,12 @@ for number, fmt in enumerate(FORMATS):
     calls = (), (bias, clamped)
     for rest in calls if sys.argv[1] == "all" else [calls[number % 2]]:
         grouped_packed_hopper.multiply(x, experts, grouped_packed_hopper.plan_tiles(ends, len(x)), *rest)
-plan, order = grouped_hopper.plan_fp8(ends, len(x)), torch.zeros(600, dtype=torch.int64)
-for gate, own in ((None, ()), (silu, (order, 8))):
-    grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(4, 600).t(), shuffle(draw("fp8[128, 128]", 4, 256, 512)), plan, gate, *own)
+order = torch.zeros(600, dtype=torch.int64)
+for fmt, spans in ("fp8[128, 128]", 4), ("fp8[1, *]", 1):
+    experts = shuffle(draw(fmt, 4, 256, 512))
+    for gate, own in (None, ()), (silu, (order, 8)):
+        plan = grouped_hopper.plan_fp8(ends, len(x), experts)
+        grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(spans, 600).t(), experts, plan, gate, *own)
 """
 
 
@@ -71,10 +74,11 @@ for gate, own in ((None, ()), (silu, (order, 8))):
 @pytest.mark.parametrize("share", ["few", "all"])
 def test_they_compile_for_such_a_gpu(share: str):
     done = compile_for_hopper(COMPILE, share)
-    assert done.stdout.count("compiled") == (1 if share == "few" else 2) * (2 + len(FORMATS)) + 2
+    assert done.stdout.count("compiled") == (1 if share == "few" else 2) * (2 + len(FORMATS)) + 4
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 
 
+IN_FP8 = pytest.mark.parametrize(("fmt", "act"), [("fp8[128, 128]", "fp8[1, 128]"), ("fp8[1, *]", "fp8[1, *]")])
 COUNTS = pytest.mark.parametrize(
     "counts", [[1], [0, 1, 63, 64, 65, 0, 127, 128, 129, 300], [0, 0, 1500, 0], [5] * 40, [2100, 3], [255, 256, 257]]
 )
@@ -151,20 +155,22 @@ def test_tiles_are_stored_late_by_these_programs(counts: list[int], inner: int, 
     assert y.shape == truth.shape and (y.double() - truth).norm() <= 0.006 * truth.norm()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@IN_FP8
 @pytest.mark.parametrize("gate", [None, SILU])
 @pytest.mark.parametrize("counts", [[2], [0, 64, 66, 0, 256, 130], [6] * 9])
 def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
-    counts: list[int], gate: Any, emulated: SimpleNamespace
+    counts: list[int], gate: Any, fmt: str, act: str, emulated: SimpleNamespace
 ):
     num, inner, width = sum(counts), 256, 128
+    span = span_of(act, inner)
     tokens, order = torch.randn(num // 2, inner).to(FP8), torch.randperm(num)
-    weight = draw("fp8[128, 128]", len(counts), 2 * width, inner, dtype="fp32")
+    weight = draw(fmt, len(counts), 2 * width, inner, dtype="fp32")
     weight.parts["scales"].div_(256)
-    scales = torch.rand(inner // 128, num // 2).t() + 0.5
-    numbers = tokens.float() * scales.repeat_interleave(128, 1)
+    scales = torch.rand(inner // span, num // 2).t() + 0.5
+    numbers = tokens.float() * scales.repeat_interleave(span, 1)
     rows = tokens.view(torch.uint8)[order // 2].view(FP8)
-    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
+    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num, weight)
     truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
     weight = poisoned(weight, torch.tensor(counts) == 0)
     for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
@@ -216,24 +222,26 @@ class TestOnHopper:
 
     @COUNTS
     @GATES
-    @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640)])
-    def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any):
-        weight, x = scaled("fp8[128, 128]", len(counts), 2 * width, inner), make(sum(counts), inner)
+    @IN_FP8
+    @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640), (64, 128), (1024, 2048)])
+    def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any, fmt: str, act: str):
+        weight, x = scaled(fmt, len(counts), 2 * width, inner), make(sum(counts), inner)
         plain, shuffled = unpack_experts(weight, torch.float32), shuffle(poisoned(weight, torch.tensor(counts) == 0))
-        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, "fp8[1, 128]")
-        values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x), weight), round_rows(x, act)
+        values, scales, *_ = quantize_rows(x, span_of(act, inner), FP8, is_shuffled=True)
         check(
             lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, gate),
             rounded, counts, plain, None, gate,
         )  # fmt: skip
 
-    def test_rows_in_fp8_find_the_scales_of_their_tokens(self):
+    @IN_FP8
+    def test_rows_in_fp8_find_the_scales_of_their_tokens(self, fmt: str, act: str):
         counts, tokens = [100, 0, 333, 79], make(256, 640)
         order = torch.randperm(512, device="cuda")
-        weight = scaled("fp8[128, 128]", len(counts), 384, 640)
+        weight = scaled(fmt, len(counts), 384, 640)
         plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
-        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512), round_rows(tokens, "fp8[1, 128]")
-        values, scales, *_ = quantize_rows(tokens, 128, FP8, is_shuffled=True)
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512, weight), round_rows(tokens, act)
+        values, scales, *_ = quantize_rows(tokens, span_of(act, 640), FP8, is_shuffled=True)
         rows = values[order // 2]
         check(
             lambda: grouped_hopper.multiply_fp8(rows, scales, shuffled, plan, None, order, 2),

@@ -42,6 +42,7 @@ from atom.kernels.triton.attention.common import (
 from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
+MERGED = 4096  # numbers of parts that are added at once
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
 PIECE = gl.constexpr(16)  # of them, which one copy brings
 PIECES = gl.constexpr(4)  # POSITIONS / PIECE
@@ -436,13 +437,14 @@ _descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
 
 
 def suits(q: Tensor, cache: Tensor, query_len: int) -> bool:
-    """Whether `decode` takes these and is faster than Triton's: heads of 128 dims, and rows that fill its tile."""
+    """Whether `decode` takes these and is faster than Triton's: heads of 128 dims, or of 256 not in fp8, and rows that
+    fill its tile."""
     dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
     rows = q.shape[1] // cache.shape[3] * query_len
     return (
         q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
         and (is_fp8 or cache.dtype == q.dtype)
-        and dim == 128
+        and dim in ((128,) if is_fp8 else (128, 256))
         and (1 if is_fp8 else 8) <= rows <= 32
         and cache.shape[1] % 16 == 0
         and cache.data_ptr() % 16 == 0
@@ -455,9 +457,9 @@ class Tiling(NamedTuple):
     max_registers: int  # a thread
 
 
-def choose(entry_size: int) -> Tiling:
+def choose(entry_size: int, dim: int) -> Tiling:
     """entry_size: of a number of the cache, in bytes"""
-    return Tiling(4, 3, 128) if entry_size == 1 else Tiling(2, 3, 240)
+    return Tiling(4, 3, 128) if entry_size == 1 else Tiling(2, 3, 240) if dim == 128 else Tiling(1, 3, 255)
 
 
 def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
@@ -471,7 +473,7 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
     """
     num_blocks, block_size, _, kv_heads, dim = cache.shape
     group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
-    per_unit, stages, max_registers = tiling or choose(cache.element_size())
+    per_unit, stages, max_registers = tiling or choose(cache.element_size(), dim)
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)
@@ -487,5 +489,5 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
         q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out,
         *find_memory(programs), num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
         scale, softcap, window, block_size, kv_heads, group, query_len, dim, programs, sequence_bucket(num_decodes),
-        block_m, max(1, 32 // block_m), stages, num_warps=4, maxnreg=max_registers, launch_pdl=True,
+        block_m, max(1, MERGED // (block_m * dim)), stages, num_warps=4, maxnreg=max_registers, launch_pdl=True,
     )  # fmt: skip

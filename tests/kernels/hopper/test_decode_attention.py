@@ -1,8 +1,8 @@
-"""Decodes over fp8 on Hopper: when the kernel is chosen, that it compiles, and on such a GPU what it computes."""
+"""Decode attention on Hopper: when the kernel is chosen, that it compiles, and on such a GPU what it computes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {"cache_dtype": torch.bfloat16, "heads": 16}
     "given",
     [
         {}, {"heads": 2}, {"heads": 64}, {"heads": 16, "queries": 4}, {"block_size": 256}, {"block_size": 48},
-        PLAIN, PLAIN | {"heads": 8, "queries": 2}, PLAIN | {"dtype": torch.float16, "cache_dtype": torch.float16},
+        PLAIN, PLAIN | {"dim": 256}, PLAIN | {"heads": 8, "queries": 2}, PLAIN | {"dtype": torch.float16, "cache_dtype": torch.float16},
     ],
 )  # fmt: skip
 def test_it_takes(given: dict[str, Any]):
@@ -46,7 +46,7 @@ def test_it_takes(given: dict[str, Any]):
     [
         {"dtype": torch.float16},
         {"dtype": torch.float32, "cache_dtype": torch.float32}, {"cache_dtype": torch.float16}, {"dim": 64},
-        PLAIN | {"dim": 64}, PLAIN | {"dim": 256}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
+        {"dim": 256}, PLAIN | {"dim": 64}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
         {"offset": 8}, PLAIN | {"heads": 14},
     ],
 )  # fmt: skip
@@ -69,7 +69,7 @@ class Compile:
         def compile(*args, **options):
             made = self.kernel.warmup(*args, grid=grid, **options)
             ptx = made.asm["ptx"]
-            assert ptx.count("wgmma.mma_async") == 16 and ".local" not in ptx
+            assert ptx.count("wgmma.mma_async") == dim // 8 and ".local" not in ptx
             assert options["maxnreg"] * 128 * tiling.programs_per_unit <= 65536
             assert queries > 1 or (made.metadata.shared + 1024) * tiling.programs_per_unit <= 228 << 10
             if dtype == FP8:
@@ -81,15 +81,17 @@ use_hopper()
 decode.find_gpu = decode_hopper.find_gpu = lambda device: H200
 decode_hopper._decode = Compile(decode_hopper._decode)
 numbers, angle, scale = torch.zeros(9, 9, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
-for dtype, queries, window, sinks in (
-    (FP8, 1, None, None), (FP8, 4, 100, scale), (torch.bfloat16, 1, 100, scale), (torch.bfloat16, 4, None, None),
+bf16 = torch.bfloat16
+for dtype, dim, queries, window, sinks in (
+    (FP8, 128, 1, None, None), (FP8, 128, 4, 100, scale), (bf16, 128, 1, 100, scale), (bf16, 128, 4, None, None),
+    (bf16, 256, 1, None, None), (bf16, 256, 4, 100, scale),
 ):
-    q, cache = torch.zeros(4 * queries, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 2, 8, 128).to(dtype)
+    q, cache = torch.zeros(4 * queries, 64, dim, dtype=bf16), torch.zeros(4, 16, 2, 8, dim).to(dtype)
     scales = (scale, scale) if dtype == FP8 else (None, None)
     newest = None
     if queries == 1 and dtype != FP8:
         newest = decode.Newest(q[:, :8], q[:, :8], angle, angle, q[0, 0], q[0, 0], numbers[0].long(), 1e-6, False)
-    tiling = decode_hopper.choose(cache.element_size())
+    tiling = decode_hopper.choose(cache.element_size(), dim)
     args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries, None, False
     PagedAttention()._attend_decodes(*args)
 """
@@ -98,8 +100,15 @@ for dtype, queries, window, sinks in (
 @pytest.mark.slow
 def test_it_compiles_for_such_a_gpu():
     done = compile_for_hopper(COMPILE)
-    assert done.stdout.split() == ["compiled"] * 4
+    assert done.stdout.split() == ["compiled"] * 6
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
+
+
+class Entries(NamedTuple):
+    """Of a cache."""
+
+    dim: int  # of a head
+    scales: torch.Tensor | None  # of keys and values in fp8
 
 
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
@@ -128,24 +137,26 @@ def expected(case: Case, scales: torch.Tensor | None = None, **attributes: Any) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
 class TestOnHopper:
-    @pytest.fixture(params=["fp8", "bf16"])
-    def scales(self, request: pytest.FixtureRequest) -> torch.Tensor | None:
-        return torch.tensor([0.7, 1.3], device="cuda") if request.param == "fp8" else None
+    @pytest.fixture(params=[(FP8, 128), (torch.bfloat16, 128), (torch.bfloat16, 256)], ids=str)
+    def entries(self, request: pytest.FixtureRequest) -> Entries:
+        dtype, dim = request.param
+        return Entries(dim, torch.tensor([0.7, 1.3], device="cuda") if dtype == FP8 else None)
 
     @pytest.mark.parametrize(("kv_heads", "group", "block_size"), [(2, 4, 48), (3, 9, 32), (1, 32, 16)])
     @pytest.mark.parametrize("window", [None, 1, 100])
     @pytest.mark.parametrize("softcap", [None, 2.0])
     @pytest.mark.parametrize("has_sinks", [False, True])
     def test_lengths_around_the_ends_of_tiles(
-        self, scales, kv_heads, group, block_size, window, softcap, has_sinks, monkeypatch
+        self, entries, kv_heads, group, block_size, window, softcap, has_sinks, monkeypatch
     ):
         from atom.kernels.hopper import decode_attention as decode_hopper
 
         calls, launch = [], decode_hopper.decode
         monkeypatch.setattr(decode_hopper, "decode", lambda *args: (calls.append(args), launch(*args)))
         lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 2000]
+        dim, scales = entries
         group = group if scales is not None else max(group, 8)
-        case = make_case(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=128, block_size=block_size,
+        case = make_case(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=dim, block_size=block_size,
                          window=window, dtype=torch.bfloat16, has_sinks=has_sinks)  # fmt: skip
         attributes = {"scale": 0.1, "window": window, "softcap": softcap}
         out = run(move(case, "cuda"), scales=scales, **attributes)
@@ -154,32 +165,36 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("window", [None, 70])
     @pytest.mark.parametrize("queries", [2, 4, 8])
-    def test_several_queries_see_what_is_before_each(self, scales, queries, window):
+    def test_several_queries_see_what_is_before_each(self, entries, queries, window):
         """A sequence of several queries is what a chunk of a prompt is."""
         prefills = [(queries, length) for length in (queries, 64, 66, 129, 700, 3000)]
-        case = make_case((), prefills, kv_heads=2, heads=8, dim=128, window=window, dtype=torch.bfloat16)
+        dim, scales = entries
+        case = make_case((), prefills, kv_heads=2, heads=8, dim=dim, window=window, dtype=torch.bfloat16)
         out = run(move(case, "cuda"), queries, scales, scale=0.1, window=window)
         assert relative_error(out, expected(case, scales, scale=0.1, window=window)) < 0.004
 
     @pytest.mark.parametrize("lengths", [[40000], [30000, 5, 1], [1] * 300, [900] * 129])
-    def test_long_ones_and_many_are_cut_up(self, scales, lengths):
-        case = make_case(lengths, kv_heads=2, heads=16, dim=128, dtype=torch.bfloat16)
+    def test_long_ones_and_many_are_cut_up(self, entries, lengths):
+        dim, scales = entries
+        case = make_case(lengths, kv_heads=2, heads=16, dim=dim, dtype=torch.bfloat16)
         assert relative_error(run(move(case, "cuda"), 1, scales, scale=0.1), expected(case, scales, scale=0.1)) < 0.004
 
-    def test_a_sequence_of_no_positions_gives_zeros(self, scales):
-        case = make_case([70, 9, 200], kv_heads=2, heads=16, dim=128, dtype=torch.bfloat16)
+    def test_a_sequence_of_no_positions_gives_zeros(self, entries):
+        dim, scales = entries
+        case = make_case([70, 9, 200], kv_heads=2, heads=16, dim=dim, dtype=torch.bfloat16)
         case.batch.lengths[1] = 0
         out = run(move(case, "cuda"), 1, scales, scale=0.1)
         assert not out[1].any() and out[0].any() and out.isfinite().all()
 
+    @pytest.mark.parametrize("dim", [128, 256])
     @pytest.mark.parametrize(("kv_heads", "group", "turned"), [(2, 8, 128), (1, 9, 64), (3, 8, 0), (1, 32, 128)])
     @pytest.mark.parametrize(("window", "has_sinks", "has_norm"), [(None, False, True), (70, True, False)])
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_the_newest_is_written_and_attended_to(
-        self, kv_heads, group, turned, window, has_sinks, has_norm, interleaved
+        self, dim, kv_heads, group, turned, window, has_sinks, has_norm, interleaved
     ):
         lengths = [1, 2, 16, 17, 64, 65, 66, 129, 2000]
-        case = make_newest(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=128, turned=turned, window=window,
+        case = make_newest(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=dim, turned=turned, window=window,
                            has_norm=has_norm, has_sinks=has_sinks, dtype=torch.bfloat16)  # fmt: skip
         attributes = {"scale": 0.1, "window": window, "eps": 1e-6, "interleaved": interleaved}
         wide = widen(case)

@@ -32,7 +32,7 @@ class Attention(paged.Attention):
                         sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
                         scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
                         query_len: int, slopes: Tensor | None, chunked: bool) -> None:  # fmt: skip
-        if slopes is not None or chunked or not decode_attention.suits(q, cache, query_len):
+        if slopes is not None or chunked or not decode_attention.suits(q, cache, num_decodes, query_len):
             return super()._attend_decodes(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
                                            window, softcap, newest, query_len, slopes, chunked)  # fmt: skip
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"

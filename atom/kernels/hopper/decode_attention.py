@@ -42,6 +42,7 @@ from atom.kernels.triton.attention.common import (
 from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
+MANY = 64  # sequences from which on heads of 256 dims, a tile at a time on a multiprocessor, take longer than Triton's
 MERGED = 4096  # numbers of parts that are added at once
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
 PIECE = gl.constexpr(16)  # of them, which one copy brings
@@ -436,15 +437,15 @@ _byte_descriptors = TensorDescriptors((PIECE.value, 128), BYTES.value)
 _descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
 
 
-def suits(q: Tensor, cache: Tensor, query_len: int) -> bool:
-    """Whether `decode` takes these and is faster than Triton's: heads of 128 dims, or of 256 not in fp8, and rows that
-    fill its tile."""
+def suits(q: Tensor, cache: Tensor, num_decodes: int, query_len: int) -> bool:
+    """Whether `decode` takes these and is faster than Triton's: heads of 128 dims, or of 256 not in fp8 of up to MANY
+    sequences, and rows that fill its tile."""
     dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
     rows = q.shape[1] // cache.shape[3] * query_len
     return (
         q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
         and (is_fp8 or cache.dtype == q.dtype)
-        and dim in ((128,) if is_fp8 else (128, 256))
+        and (dim == 128 or (dim == 256 and not is_fp8 and num_decodes <= MANY))
         and (1 if is_fp8 else 8) <= rows <= 32
         and cache.shape[1] % 16 == 0
         and cache.data_ptr() % 16 == 0

@@ -21,10 +21,11 @@ H200 = Gpu(132, 227 << 10, (9, 0))
 
 
 def is_chosen(dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = FP8, dim: int = 128,
-              heads: int = 8, queries: int = 1, block_size: int = 16, offset: int = 0) -> bool:  # fmt: skip
+              heads: int = 8, sequences: int = 1, queries: int = 1, block_size: int = 16,
+              offset: int = 0) -> bool:  # fmt: skip
     shape = torch.Size((3, block_size, 2, 2, dim))
     cache = torch.zeros(shape.numel() + offset, dtype=cache_dtype)[offset:].view(shape)
-    return suits(torch.zeros(1, heads, dim, dtype=dtype), cache, queries)
+    return suits(torch.zeros(1, heads, dim, dtype=dtype), cache, sequences, queries)
 
 
 PLAIN: dict[str, Any] = {"cache_dtype": torch.bfloat16, "heads": 16}
@@ -34,7 +35,7 @@ PLAIN: dict[str, Any] = {"cache_dtype": torch.bfloat16, "heads": 16}
     "given",
     [
         {}, {"heads": 2}, {"heads": 64}, {"heads": 16, "queries": 4}, {"block_size": 256}, {"block_size": 48},
-        PLAIN, PLAIN | {"dim": 256}, PLAIN | {"heads": 8, "queries": 2}, PLAIN | {"dtype": torch.float16, "cache_dtype": torch.float16},
+        PLAIN, PLAIN | {"sequences": 512}, PLAIN | {"dim": 256, "sequences": 64}, PLAIN | {"heads": 8, "queries": 2}, PLAIN | {"dtype": torch.float16, "cache_dtype": torch.float16},
     ],
 )  # fmt: skip
 def test_it_takes(given: dict[str, Any]):
@@ -46,7 +47,7 @@ def test_it_takes(given: dict[str, Any]):
     [
         {"dtype": torch.float16},
         {"dtype": torch.float32, "cache_dtype": torch.float32}, {"cache_dtype": torch.float16}, {"dim": 64},
-        {"dim": 256}, PLAIN | {"dim": 64}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
+        {"dim": 256}, PLAIN | {"dim": 256, "sequences": 65}, PLAIN | {"dim": 64}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
         {"offset": 8}, PLAIN | {"heads": 14},
     ],
 )  # fmt: skip

@@ -77,7 +77,6 @@ class Figure:
     target: float
     values: list[float] = field(default_factory=list)  # of the runs; empty if it could not be measured
     limit: float | None = None  # by this run's ceilings
-    goal: str = ""  # what a target that is not known stands for: it is not missed
     compared: dict[str, float] = field(default_factory=dict)  # other figures of the same run or of others, by name
     details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` reports them
 
@@ -101,8 +100,6 @@ class Figure:
     def is_met(self) -> bool:
         if not self.is_valid:
             return False
-        if self.goal:
-            return True
         return self.median <= self.target if is_less_better(self.unit) else self.median >= self.target
 
     def describe(self) -> dict[str, Any]:
@@ -330,8 +327,7 @@ class Talks(NamedTuple):
 def agents_figures(name: str, row: Agents) -> dict[str, Figure]:
     """Of all turns and of the first one, and of what is cached if it is held against a dense model."""
     total, first = (
-        Figure(row.title, f"{row.load}{turn}", "s", row.targets[at], goal=row.goal)
-        for at, turn in enumerate(("", ", first turn"))
+        Figure(row.title, f"{row.load}{turn}", "s", row.targets[at]) for at, turn in enumerate(("", ", first turn"))
     )
     for rival, (seconds, first_seconds) in row.compared.items():
         total.compared[rival], first.compared[rival] = seconds, first_seconds
@@ -585,8 +581,6 @@ def describe_figure(name: str, figure: Figure) -> str:
         return f"{name}: failed"
     off = abs(figure.median / figure.target - 1)
     verdict = f"{number(figure.target)} is {'reached' if figure.is_met else f'missed by {off:.0%}'}"
-    if figure.goal:
-        verdict = f"to be reached: {figure.goal}, which are not known"
     share = "" if figure.limit is None else f", {figure.median / figure.limit:.0%} of the limit"
     return f"{name}: {number(figure.median)} {figure.unit}{share}; {verdict}"
 

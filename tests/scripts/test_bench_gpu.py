@@ -38,13 +38,9 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert (figure("s", 8, [9, 30, 7]).best, figure("tok/s", 8, [9, 30, 7]).best) == (7, 30)
 
 
-def test_a_share_is_reached_from_the_target_upwards_and_an_unknown_target_not_missed():
+def test_a_share_is_reached_from_the_target_upwards():
     assert figure("%", 80, [81, 79, 90]).is_met and figure("%", 80, [81, 90]).best == 90
     assert not figure("%", 80, [79]).is_met and not figure("%", math.nan, [79]).is_met
-    unknown = Figure("A model", "a load", "s", math.nan, [4.0], goal="vLLM's seconds")
-    assert unknown.is_met
-    assert describe_figure("row", unknown) == "row: 4.0 s; to be reached: vLLM's seconds, which are not known"
-    assert not Figure("A model", "a load", "s", math.nan, goal="vLLM's seconds").is_met, "it was not measured"
 
 
 def test_a_mixture_that_reads_too_few_experts_reaches_nothing():
@@ -124,7 +120,7 @@ def test_rows_are_measured_in_one_engine_until_one_fails(tiny_rows: dict[str, Ro
 def tiny_agents(tiny_rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> dict[str, Agents]:
     small = ("device=cpu", "level=1", "serve.kv_cache_memory=4194304", "serve.block_size=8", "serve.max_model_len=256")
     dense = Agents("A", "tiny", 3, 16, 8, 4, (60.0, 0.0), compared={"other": (9.0, 2.0)}, setup=small, num_turns=3)
-    other = dense._replace(title="B", targets=(math.nan, math.nan), goal="more", compared={}, than="dense")
+    other = dense._replace(title="B", compared={}, than="dense")
     rows = {"dense": dense, "other": other}
     for module in (bench_gpu, bench_rows):
         monkeypatch.setattr(module, "AGENTS", rows)

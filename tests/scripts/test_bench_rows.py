@@ -36,13 +36,11 @@ def test_a_row_of_agents_fits_into_the_context_of_a_model_that_is_there(name: st
 
 
 def test_agents_have_the_targets_of_their_model_and_hybrids_those_of_a_dense_ones_cache():
-    targets = {name: (row.targets, row.goal, row.than) for name, row in AGENTS.items()}
-    assert targets["agents-32"] == ((14.9, 1.9), "", "")
-    assert {name: (goal, than) for name, (_, goal, than) in targets.items() if goal} == {
-        "agents-64": ("vLLM's seconds / 1.5", ""),
-        "next-agents-32": ("vLLM's seconds", "agents-32"),
-        "next-agents-64": ("vLLM's seconds", "agents-64"),
-    }
+    (peer,) = {name for row in AGENTS.values() for name in row.compared}
+    totals = {name: (row.targets[0], row.compared[peer][0] / row.targets[0], row.than) for name, row in AGENTS.items()}
+    assert totals["agents-32"] == (14.9, pytest.approx(16.2 / 14.9), "")
+    assert totals["agents-64"] == (22.3, pytest.approx(1.5, rel=0.01), "")
+    assert totals["next-agents-32"] == (11.9, 1, "agents-32") and totals["next-agents-64"] == (25.9, 1, "agents-64")
     assert {row.engine for row in AGENTS.values()} == {
         ("qwen3_8b", ()), ("qwen3_next_80b_a3b", ("model.layers=24",))
     }  # fmt: skip

@@ -8,6 +8,7 @@ for row in summary.rows:                        # longest first
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ KINDS = {
 }
 
 
+LOGITS, CHOOSES = "logits of a router", "_choose_kernel"
 WITH_LIMITS = ("attention", "matrix", "recurrent", "routing")  # kinds of `bench.roofline.step_work`
 
 
@@ -134,10 +136,20 @@ def read_event(event: Mapping[str, Any]) -> Event:
 def summarize_device(events: list[Event]) -> Summary:
     """Summarize a device's timeline: overlapping kernels each count in full, gaps are where none ran."""
     calls, micros = Counter[str](), defaultdict[str, float](float)
+    events = name_logits(events)
     for event in events:
         calls[event.name] += 1
         micros[event.name] += event.stop - event.start
     return make_summary("device", events, events, calls, micros)
+
+
+def name_logits(events: list[Event]) -> list[Event]:
+    """Name the library's GEMMs that give a router's logits, which it chooses by next."""
+    events = sorted(events, key=nested)
+    for number, (event, after) in enumerate(itertools.pairwise(events)):
+        if after.name == CHOOSES and kind_of(event.name) == "matrix":
+            events[number] = event._replace(name=LOGITS)
+    return events
 
 
 def summarize_host(events: list[Event]) -> Summary:

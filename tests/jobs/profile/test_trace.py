@@ -46,6 +46,14 @@ def test_a_device_is_busy_with_kernels_and_copies_and_has_gaps_between_them():
     assert [row.name for row in summary.rows][:3] == ["_vector_kernel", "decode_kernel", "_merge"], "longest first"
 
 
+def test_the_librarys_gemm_of_a_router_is_no_matrix_of_the_model():
+    gemm = "nvjet_tst_128x64_64x8_1x2_h_bz_TNT"
+    names = [gemm, "_choose_kernel", "_group_kernel", gemm, "_combine_kernel", "_logits_kernel", "_choose_kernel", gemm]
+    summary = summarize({"traceEvents": [event("kernel", name, 10 * at, 5) for at, name in enumerate(names)][::-1]})
+    rows = {row.name: (row.kind, row.calls) for row in summary.rows}
+    assert rows[gemm] == ("matrix", 2) and rows["logits of a router"] == ("routing", 1) and len(summary.matmuls) == 2
+
+
 def test_a_host_counts_what_is_inside_a_call_under_the_call():
     trace = {"traceEvents": [
         event("user_annotation", "PagedAttention", 100, 50),

@@ -325,10 +325,15 @@ class Graphs:
             if shape in largest or (shape in likely and not is_lazy):
                 self._mixed[shape] = self._capture_mixed(shape)
 
+    def _rehearse(self, step: Callable[..., None], *sizes: Any) -> None:
+        """Launch what a step to be captured launches: what a first launch allocates for good must not be in a graph."""
+        with self._model.thinned():
+            step(*sizes)
+
     @torch.inference_mode()
     def _capture_decodes(self, size: int) -> _Captured:
         model = self._model
-        self._rehearse_decodes(size)  # what a first launch allocates for good must not be in a graph
+        self._rehearse(self._rehearse_decodes, size)
         slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
         graph, computed = self._capture(lambda: model.decode(slots))
         sends = self._take_sends()
@@ -336,7 +341,7 @@ class Graphs:
 
     @torch.inference_mode()
     def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
-        self._rehearse_drafts(size, num_drafts)
+        self._rehearse(self._rehearse_drafts, size, num_drafts)
         packed = self._pad_drafts(size).clone()
         slots, max_accepted = packed
         graph, computed = self._capture(lambda: self._model.decode_drafts(slots, max_accepted, num_drafts))
@@ -347,7 +352,7 @@ class Graphs:
     @torch.inference_mode()
     def _capture_mixed(self, shape: BatchShape) -> _Captured:
         model = self._model
-        self._rehearse_mixed(shape)
+        self._rehearse(self._rehearse_mixed, shape)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
         graph, computed = self._capture(lambda: model.mix(shape, packed))
         sends, rows = self._take_sends(), shape.split(packed)

@@ -79,6 +79,7 @@ class Model:
         self._step = find_step_kernels(self.device.type, backend)
         self._bindings = bindings
         self.executables: dict[str, Executable] = {}
+        self._thinned: dict[str, Executable] = {}  # made when they are first needed
         self.defers_logits, self._kv_memory = defers_logits, kv_memory
         states = graph.states()
         self.kinds = list(kinds or dict.fromkeys(state.kind for state in states if not state.rule.in_slot))
@@ -170,7 +171,7 @@ class Model:
         """Drop the KV pool and all references to weights; call `bind` before the next step."""
         self._bindings = self._bindings._replace(caches={}, slots={})
         self._state_copiers = {}
-        self.executables = {}
+        self.executables, self._thinned = {}, {}
 
     def use(self, kernels: Kernels) -> None:
         """Run these kernels in place of those that the text names. Captured graphs keep the old ones."""
@@ -178,11 +179,13 @@ class Model:
 
     @contextmanager
     def thinned(self) -> Iterator[None]:
-        """Within this context, equal calls of programs are made once, to find out what steps launch."""
-        programs, whole = self.graph.programs, self.executables
-        self.executables = {
-            name: Executable(program, self._bindings, is_thinned=True) for name, program in programs.items()
+        """Within this context, equal calls of programs are made once, to find out what steps launch and keep."""
+        whole = self.executables
+        self._thinned = self._thinned or {
+            name: Executable(program, self._bindings, thins=whole[name])
+            for name, program in self.graph.programs.items()
         }
+        self.executables = self._thinned
         try:
             yield
         finally:
@@ -210,6 +213,7 @@ class Model:
     def _bind(self, bindings: Bindings) -> None:
         self._bindings = bindings
         self.executables = {name: Executable(program, bindings) for name, program in self.graph.programs.items()}
+        self._thinned = {}
 
     def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         """Copy an array to the device; the host does not wait."""

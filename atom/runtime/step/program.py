@@ -61,13 +61,17 @@ class _Step(NamedTuple):
 class Executable:
     """Runs a program's calls in order over a list of values: one for each input, constant and result."""
 
-    def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool = False) -> None:
-        """is_thinned: make only the first of calls that are alike, as those of equal layers are.
+    _loaded: dict[Any, Callable[..., Any]]  # kernels, by op and backend
 
-        This shows what a step launches; its results are not those of the model.
+    def __init__(self, program: Program, bindings: Bindings, *, thins: Executable | None = None) -> None:
+        """thins: of the program, to make only the first of its calls that are alike, as those of equal layers are.
+
+        So it launches what a step launches, and its kernels get what they keep from then on; its results are not those
+        of the model.
         """
-        linker = _Linker(program, bindings, is_thinned=is_thinned)
-        loaded, context = dict(bindings.kernels), LoadContext(bindings.communicator)  # one for all calls
+        linker = _Linker(program, bindings, is_thinned=thins is not None)
+        context = LoadContext(bindings.communicator)  # one for all calls
+        self._loaded = loaded = dict(bindings.kernels) if thins is None else thins._loaded
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}
         inside = {call for piece in pieces.values() for call in piece.calls}
         for node in program.nodes:
@@ -139,7 +143,7 @@ class _Linker:
     """Gives each value of a program an index, and lists its steps."""
 
     def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool) -> None:
-        """is_thinned: as of `Executable`"""
+        """is_thinned: make only the first of calls that are alike"""
         self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
         self.indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
         self.start: list[Any] = [None] * len(self.inputs)  # values before the first step

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from atom.graph import BODY, parse
+from atom.graph.ops import Op
+from atom.kernels import find_kernel
+from atom.runtime.step import program as step_program
 from atom.runtime.step.program import Bindings, Executable
 
 TEXT = """
@@ -23,8 +29,24 @@ def test_thinned_calls_of_other_shapes_are_made_and_alike_ones_are_not():
     program = graph.programs[BODY]
     bindings = Bindings({recipe: torch.ones(*recipe.type.shape) for recipe in graph.recipes()})
     x = torch.ones(3, 4)
-    assert len(Executable(program, bindings)._steps) == 7
-    thinned = Executable(program, bindings, is_thinned=True)
+    whole = Executable(program, bindings)
+    assert len(whole._steps) == 7
+    thinned = Executable(program, bindings, thins=whole)
     (result,) = thinned({"x": x})
     assert result.shape == (3, 4)
     assert len(thinned._steps) == 5, "the last two are those of other calls"
+
+
+def test_thinned_programs_have_the_kernels_of_the_whole_which_keep_memory(monkeypatch: pytest.MonkeyPatch):
+    loaded = []
+
+    def load(op: Op, backend: str) -> Any:
+        loaded.append(op.name)
+        return find_kernel(op, backend)
+
+    monkeypatch.setattr(step_program, "find_kernel", load)
+    graph = parse(TEXT)
+    bindings = Bindings({recipe: torch.ones(*recipe.type.shape) for recipe in graph.recipes()})
+    whole = Executable(graph.programs[BODY], bindings)
+    Executable(graph.programs[BODY], bindings, thins=whole)
+    assert loaded == ["linear", "activate"]

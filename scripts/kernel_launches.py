@@ -460,12 +460,14 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def attend(arch: str) -> None:
     """Heads of each size, in each dtype, with and without sinks, windows and caps."""
     from atom.graph import Batch, PagedCache
+    from atom.graph.batch import SharedPrefixes
     from atom.kernels.hopper import attention
     from atom.kernels.triton.attention import paged, rope
 
     attends = attention if arch == "sm_90" else paged
     fp8, scale = torch.float8_e4m3fn, torch.ones(1)
     numbers, angles = zeros(9, 9, dtype=torch.int32), zeros(9, 32, dtype=torch.float32)
+    prefixes = SharedPrefixes("full", numbers[0, :4], numbers[0, :4], zeros(17, dtype=torch.int32))
     for dtype, heads, dim, has_sinks, window, softcap in (
         (torch.bfloat16, 32, 128, False, None, None), (torch.float16, 64, 64, True, 128, None),
         (torch.bfloat16, 32, 128, False, 4096, 50.0), (torch.bfloat16, 16, 256, False, 1024, None),
@@ -484,6 +486,9 @@ def attend(arch: str) -> None:
                 batch = Batch({"full": numbers}, {"full": slots}, numbers[0], numbers[0], decodes, queries)
                 options = {"scale": 0.1, "window": window}
                 attends.PagedAttention()(q, cache, batch, sinks, *scales, **options, softcap=softcap)
+                if decodes and not window:
+                    grouped = batch._replace(prefixes=prefixes)
+                    attends.PagedAttention()(q, cache, grouped, sinks, *scales, scale=0.1, softcap=softcap)
                 angle = angles[:1].expand(tokens, 32).contiguous()
                 for turned, normed in ((angle, norm), (None, None)):
                     args = q, k, k, turned, turned, normed, normed, cache, batch

@@ -14,6 +14,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+PREFIX_MULTIPLE = 128  # tokens, of the lengths of `SharedPrefixes`: whole tiles of any kernel
+
+
+class SharedPrefixes(NamedTuple):
+    """Groups of decodes whose tables begin with the same blocks, which a kernel may read once for a group.
+
+    A hint: without it a kernel gives the same, up to rounding. Groups that are not used come last, and are empty.
+    """
+
+    kind: str  # of the tables, a state kind that keeps all tokens
+    lengths: Tensor  # i32[D]: leading positions that each decode shares with its group; 0: it is in none
+    members: Tensor  # i32[D]: the decodes, group by group; what follows the last group's is not read
+    starts: Tensor  # i32[G + 1]: where the members of each group begin
+
 
 class Batch(NamedTuple):
     """S sequences: s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions."""
@@ -25,6 +39,7 @@ class Batch(NamedTuple):
     num_decodes: int  # leading sequences of `query_len` queries each
     query_len: int = 1
     slots: Tensor | None = None  # i32[S], where the recurrent state of each sequence is; None: no layer has such state
+    prefixes: SharedPrefixes | None = None  # of the decodes; None: they are not grouped
 
     @property
     def num_single_query(self) -> int:

@@ -125,6 +125,7 @@ class Kernel:
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     is_for_packed: bool = False  # it takes packed weights only
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
+    reads_prefixes_once: bool = False  # of decodes that `Batch.prefixes` groups
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from atom.graph import Batch, PagedCache, ops
+from atom.graph.batch import PREFIX_MULTIPLE, SharedPrefixes
 
 NAN = float("nan")
 
@@ -107,6 +108,24 @@ def change(case: Any, blocks: Tensor | None = None, table: Tensor | None = None,
         own["cache"] = PagedCache(blocks, KIND)
     fields |= {name: {KIND: each} for name, each in (("tables", table), ("slot_mappings", slots)) if each is not None}
     return case._replace(**own, batch=case.batch._replace(**fields) if fields else case.batch)
+
+
+def share(case: Any, groups: Sequence[tuple[int, list[int]]], spare: int = 1) -> Any:
+    """The case in which these decodes begin with as many tokens of the first of them. spare: groups of nobody"""
+    batch, block_size = case.batch, case.cache.blocks.shape[1]
+    table, lengths = batch.tables[KIND].clone(), torch.zeros(batch.num_decodes).int()
+    members = torch.full((batch.num_decodes,), 10**6).int()
+    starts, blocks = [0], case.cache.blocks.clone()
+    for length, rows in groups:
+        assert length % PREFIX_MULTIPLE == length % block_size == 0
+        for row in rows[1:]:
+            blocks[table[row, : length // block_size]] = NAN
+            table[row, : length // block_size] = table[rows[0], : length // block_size]
+        lengths[rows] = length
+        members[starts[-1] : starts[-1] + len(rows)] = torch.tensor(rows).int()
+        starts.append(starts[-1] + len(rows))
+    starts += [starts[-1]] * spare
+    return change(case, blocks, table, prefixes=SharedPrefixes(KIND, lengths, members, torch.tensor(starts).int()))
 
 
 def move(case: Any, device: str) -> Any:

@@ -271,8 +271,8 @@ def _gated_linear(op: Op) -> Kernel:
 KERNELS: tuple[Kernel, ...] = (
     _linear(ops.linear),
     *map(_gated_linear, (ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
-    _kernel(ops.paged_attention, _load_attention, accepts_attention),
-    _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
+    _kernel(ops.paged_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
+    _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),

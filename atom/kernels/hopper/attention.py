@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from atom.graph.batch import SharedPrefixes
 from atom.kernels.hopper import decode_attention, prefill_attention
 from atom.kernels.triton.attention import decode, paged, prefill
 from atom.kernels.triton.attention.context import PIECE, Context
@@ -31,10 +32,12 @@ class Attention(paged.Attention):
     def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
                         sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
                         scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
-                        query_len: int, slopes: Tensor | None, chunked: bool) -> None:  # fmt: skip
-        if slopes is not None or chunked or not decode_attention.suits(q, cache, num_decodes, query_len):
+                        query_len: int, slopes: Tensor | None, chunked: bool,
+                        prefixes: SharedPrefixes | None) -> None:  # fmt: skip
+        is_simple = slopes is None and prefixes is None and not chunked
+        if not (is_simple and decode_attention.suits(q, cache, num_decodes, query_len)):
             return super()._attend_decodes(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                           window, softcap, newest, query_len, slopes, chunked)  # fmt: skip
+                                           window, softcap, newest, query_len, slopes, chunked, prefixes)  # fmt: skip
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
         kv_heads, dim = cache.shape[-2:]
         rows = q.shape[1] // kv_heads * query_len

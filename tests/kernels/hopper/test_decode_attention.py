@@ -93,7 +93,7 @@ for dtype, dim, queries, window, sinks in (
     if queries == 1 and dtype != FP8:
         newest = decode.Newest(q[:, :8], q[:, :8], angle, angle, q[0, 0], q[0, 0], numbers[0].long(), 1e-6, False)
     tiling = decode_hopper.choose(cache.element_size(), dim)
-    args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries, None, False
+    args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries, None, False, None
     PagedAttention()._attend_decodes(*args)
 """
 

@@ -22,9 +22,10 @@ from atom.kernels.triton.step import prepare_inputs
 from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
 from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
-from atom.kernels.triton.attention import rope
+from atom.kernels.triton.attention import rope, shared_prefix
 from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
+from atom.graph.batch import SharedPrefixes
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
 from atom.runtime.step.request_state import RequestState
@@ -59,7 +60,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, delta_net, gated_delta, ssd):
+               chunks, delta_net, gated_delta, ssd, shared_prefix):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -103,6 +104,9 @@ rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, batch, 
 rope.norm_rope(q, k, angle, angle, bf16(128), bf16(128), eps=1e-6)
 paged.PagedAttention()(q, cache, batch, scale=0.1)
 paged.PagedAttention()(q, cache, batch._replace(query_len=3), scale=0.1, window=8)
+grouped = batch._replace(prefixes=SharedPrefixes("full", starts[:3], starts[:3], torch.zeros(17, dtype=torch.int32)))
+for query_len in (1, 3):
+    paged.PagedAttention()(q, cache, grouped._replace(query_len=query_len), scale=0.1)
 for query_len in (1, 3):
     paged.PagedAttention()(q, cache, batch._replace(query_len=query_len), slopes=torch.ones(8), scale=0.1, window=8, chunked=True)
 for norm, turning in ((bf16(128), angle), (None, None)):
@@ -110,7 +114,8 @@ for norm, turning in ((bf16(128), angle), (None, None)):
 fp8, scale = PagedCache(cache.blocks.to(torch.float8_e4m3fn), "full"), torch.ones(1)
 for scales in ((None, None), (scale, scale)):
     rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), fp8, batch, *scales, eps=1e-6)
-    paged.PagedAttention()(q, fp8, batch, None, *scales, scale=0.1)
+    for each in (batch, grouped):
+        paged.PagedAttention()(q, fp8, each, None, *scales, scale=0.1)
     paged.NormRopeAttention()(q, k, k, angle, angle, bf16(128), bf16(128), fp8, batch, None, *scales, eps=1e-6, scale=0.1)
 large, kept = bf16(9, 8, 512), PagedCache(bf16(4, 16, 2, 1, 512), "full")
 half, normed = torch.zeros(9, 256), bf16(512)
@@ -193,6 +198,7 @@ NAMES = {
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
+    "shared_prefix": "_attend_prefixes",
     "speculation": "_find _repeat _accept _finish _keep _draw_noise _largest_of_part _best_of_part _best_of_row",
     "causal_conv": "_causal_conv",
     "gated_delta": "_gated_delta",

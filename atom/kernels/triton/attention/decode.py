@@ -19,6 +19,9 @@ waits for all earlier kernels, lies between the step's inputs and the first laye
 A sequence may have several queries, its last positions: they share a tile of queries with the heads of a group, so that
 keys and values are read once for all of them. Their own keys are in the cache, without `newest`, and so are those of a
 cache in fp8: Triton 3.6 gives wrong numbers for what it has just rounded to fp8.
+
+Of sequences that share a prefix, tiles are laid out from its end on, and the program with a sequence's last run adds
+what shared_prefix.py has left of the prefix. Their newest keys are in the cache, too.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from atom.kernels.triton.attention.common import (
     store_attended,
 )
 from atom.kernels.triton.attention.rope import rotate_heads
+from atom.kernels.triton.attention.shared_prefix import PrefixParts, add_prefix
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.unpack import unpack_bytes
@@ -161,20 +165,22 @@ def _attend_newest(
 
 @jit(
     do_not_specialize=["num_decodes", "table_stride"],
-    do_not_specialize_on_alignment=["table", "lengths", "slots"],
+    do_not_specialize_on_alignment=["table", "lengths", "slots", "prefixes", "places"],
 )
 def _decode(
     q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, slopes, out, sums, stats,
-    tickets, num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    tickets, prefixes, prefix_sums, prefix_stats, places, num_decodes, table_stride, q_stride, k_stride, v_stride,
+    EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a run of tiles of the kv head program_id(0). HEADS of keys, GROUP query heads to each, and QUERIES
     of each sequence.
 
-    Without k the newest keys are in the cache, and q is as it shall be.
+    Without k the newest keys are in the cache, and q is as it shall be. prefixes i32[S]: leading positions that are in
+    no tile, since others have attended to them, in SLOTS parts of TILE rows.
     """
     ROWS: tl.constexpr = GROUP * QUERIES
     NEWEST: tl.constexpr = 0 if k is None else 1  # positions that are in no tile
@@ -187,6 +193,8 @@ def _decode(
     counts = tl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
     if WINDOW is not None:
         counts -= tl.maximum(find_first(counts - QUERIES, WINDOW, CHUNKED), 0)
+    if prefixes is not None:
+        counts -= tl.load(prefixes + sequences, mask=sequences < num_decodes, other=0)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
     tile, end, share = find_run(counts, program, PROGRAMS)
     sequence, before = find_owner(counts, tile)
@@ -208,6 +216,8 @@ def _decode(
         oldest = 0
         if WINDOW is not None:
             oldest = tl.maximum(find_first(length - QUERIES, WINDOW, CHUNKED), 0)
+        if prefixes is not None:
+            oldest = tl.load(prefixes + sequence)
         after = before + tl.maximum(tl.cdiv(length - NEWEST - oldest, BLOCK_N), 1)
         run_end = tl.minimum(end, after)
         start = oldest + (tile - before) * BLOCK_N
@@ -251,6 +261,10 @@ def _decode(
             distances = newest[:, None] - positions[None, :]
             best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc, is_seen, k_scale, slopes,
                                            distances, SCALE, SOFTCAP)  # fmt: skip
+        if prefixes is not None:  # noqa: SIM102 - which is known when this is compiled
+            if (run_end == after) & (oldest > 0):
+                best, total, acc = add_prefix(best, total, acc, prefix_sums, prefix_stats, places + 3 * row, head, ROWS,
+                                              SLOTS, TILE, DIM, PARTS)  # fmt: skip
         out_row = row * (QUERIES * HEADS * GROUP * DIM) + head * (GROUP * DIM)
         first_part, last_part = before // share, (after - 1) // share
         if first_part == last_part:
@@ -302,8 +316,14 @@ class Decode:
     def __call__(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
                  k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
                  softcap: float | None, newest: Newest | None = None, query_len: int = 1,
-                 slopes: Tensor | None = None, chunked: bool = False) -> None:  # fmt: skip
-        """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
+                 slopes: Tensor | None = None, chunked: bool = False, prefixes: Tensor | None = None,
+                 parts: PrefixParts | None = None) -> None:  # fmt: skip
+        """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention.
+
+        prefixes: i32[D], leading positions of each sequence that `parts` has; with them neither newest nor window
+        """
+        assert (prefixes is None) == (parts is None), "what is in no tile is in parts"
+        assert prefixes is None or (newest is None and window is None), "parts are of all positions before an end"
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
@@ -321,8 +341,9 @@ class Decode:
             half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
         _decode[(kv_heads, programs)](
             q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, slopes, out, sums,
-            stats, tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
-            scale, softcap, window, chunked, block_size, kv_heads, group, query_len, dim, *sizes, **options,
+            stats, tickets, prefixes, *(parts or (None, None, None)), num_decodes, table.stride(0), q.stride(0),
+            k_stride, v_stride, eps, interleaved, half, scale, softcap, window, chunked, block_size, kv_heads, group,
+            query_len, dim, *(parts.sums.shape[1:3] if parts else (0, 0)), *sizes, **options,
         )  # fmt: skip
 
     def find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int

@@ -15,18 +15,28 @@ from __future__ import annotations
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.kernels.triton.attention import decode, prefill
+from atom.graph.batch import SharedPrefixes
+from atom.kernels.triton.attention import decode, prefill, shared_prefix
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.rope import norm_rope_write
 from atom.kernels.triton.padded_alloc import new_rows
 
 
+def find_prefixes(cache: PagedCache, batch: Batch, slopes: Tensor | None, window: int | None) -> SharedPrefixes | None:
+    """The prefixes that decodes share in this cache, if the kernel for them has what this call needs."""
+    prefixes = batch.prefixes
+    is_fit = prefixes is not None and prefixes.kind == cache.kind and slopes is None and window is None
+    return prefixes if is_fit and batch.num_decodes else None
+
+
 class Attention:
     """Dispatches to the decode and prefill kernels; its calls must run one after another."""
 
-    def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None) -> None:
+    def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None,
+                 sharing: shared_prefix.Tiling | None = None) -> None:  # fmt: skip
         """The kernels' parameters, None for their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
+        self._attend_prefixes = shared_prefix.PrefixAttention(sharing)
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
                 sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, slopes: Tensor | None,
@@ -38,7 +48,8 @@ class Attention:
         out = new_rows(q, *q.shape)
         if num_decodes:
             self._attend_decodes(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                 window, softcap, newest, batch.query_len, slopes, chunked)  # fmt: skip
+                                 window, softcap, newest, batch.query_len, slopes, chunked,
+                                 find_prefixes(cache, batch, slopes, window))  # fmt: skip
         if num_decodes * batch.query_len < q.shape[0]:
             starts, num_more = batch.starts, num_decodes * (batch.query_len - 1)
             if num_more:  # it takes decodes to have one query each
@@ -50,10 +61,15 @@ class Attention:
     def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
                         sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
                         scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
-                        query_len: int, slopes: Tensor | None, chunked: bool) -> None:  # fmt: skip
-        """As `decode.Decode`."""
+                        query_len: int, slopes: Tensor | None, chunked: bool,
+                        prefixes: SharedPrefixes | None) -> None:  # fmt: skip
+        """As `decode.Decode`, which attends after the shared prefixes, if any."""
+        shared = None
+        if prefixes is not None:
+            parts = self._attend_prefixes(q, cache, table, prefixes, k_scale, scale, softcap, query_len)
+            shared = prefixes.lengths, parts
         self._decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap,
-                     newest, query_len, slopes, chunked)  # fmt: skip
+                     newest, query_len, slopes, chunked, *(shared or ()))  # fmt: skip
 
     def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
                         num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
@@ -83,7 +99,9 @@ class NormRopeAttention(Attention):
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
-        is_one_launch = batch.query_len == 1 and cache.blocks.element_size() > 1
+        # a prefix's queries are rotated for all kernels first
+        prefixes = find_prefixes(cache, batch, slopes, window)
+        is_one_launch = batch.query_len == 1 and cache.blocks.element_size() > 1 and prefixes is None
         rotated, newest = q, None
         if (
             not is_one_launch or batch.num_decodes < q.shape[0]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal, relative_error
-from kernels.paged import KIND, change, move, widen
+from kernels.paged import KIND, change, move, share, widen
 from kernels.paged import make_case as make_attended
 from torch import Tensor
 
@@ -100,6 +100,11 @@ def test_several_queries_of_each_sequence_see_those_before_them(triton_device, q
     case = case._replace(batch=case.batch._replace(num_decodes=len(lengths), query_len=query_len))
     for attend in (NormRopeAttention(), NormRopeAttention(SMALL_PARTS)):
         assert_right(case, triton_device, attend, scale=0.3, eps=1e-6)
+
+
+def test_queries_of_decodes_that_share_a_prefix_are_normed_and_rotated(triton_device):
+    case = make_case([130, 20, 140, 129], [(3, 9)], kv_heads=2, heads=6, dim=20, turned=14, has_sinks=True)
+    assert_right(share(case, [(128, [2, 0, 3])]), triton_device, scale=0.3, eps=1e-3)
 
 
 @pytest.mark.sampled(2)

@@ -54,6 +54,7 @@ def watch() -> set[str]:
     from atom.kernels.hopper import packed_linear as packed_hopper
     from atom.kernels.hopper import prefill_attention as prefill_hopper
     from atom.kernels.stable_memory import StableMemory
+    from atom.kernels.triton.attention import shared_prefix
     from atom.kernels.triton.linear import linear
     from atom.kernels.triton.recurrent import chunks
 
@@ -78,6 +79,7 @@ def watch() -> set[str]:
         (prefill_hopper, "prefill_expanded", named("expanded latents")),
         (delta_hopper, "decode", named("delta rule in Gluon")),
         (chunks, "attend_chunks", named("chunks")),
+        (shared_prefix.PrefixAttention, "__call__", named("prefix attention")),
         (StableMemory, "release", named("memory released")),
     ):
         _wrap(module, function, lambda *args, names=names: watched.note(*names(*args)))
@@ -113,15 +115,15 @@ def _watch_graphs(watched: Watch) -> None:
         started, shape = start(graphs, step), step.shape
         if started is not None:
             drafting = (shape.num_rows, shape.num_drafts) if shape.num_drafts else (shape.num_rows,)
-            watched.replay(drafting if step.is_decode else (shape,))
+            watched.replay((drafting if step.is_decode else (shape,), bool(step.prefixes)))
         return started
 
     Graphs.start = start_step  # type: ignore[method-assign]
 
 
 def _watch_capture(watched: Watch, run: Callable[..., Any]) -> Callable[..., Any]:
-    def capture(graphs: Graphs, *key: Any) -> Any:
-        with watched.capture(key):
-            return run(graphs, *key)
+    def capture(graphs: Graphs, *sizes: Any, has_prefixes: bool = False) -> Any:
+        with watched.capture((sizes, has_prefixes)):
+            return run(graphs, *sizes, has_prefixes=has_prefixes)
 
     return capture

@@ -24,6 +24,7 @@ from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.kv.host_blocks import measure as measure_swap
 from atom.runtime.step.input import NUM_REPORTED
 from atom.runtime.step.model import Model
+from atom.runtime.step.prefix_groups import find_rule
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
 from atom.runtime.tune import Exchange, single_rank, tune, tune_drafts, use_measured, use_measured_drafts
@@ -88,6 +89,8 @@ def make_runner(
 ) -> Runner:
     """Make a runner, and the host's KV blocks if any; its own are not allocated yet. Parameters as in `open_runner`."""
     serve, head, overlaps = config.serve, compiled.graph.programs[HEAD], config.stages_overlap
+    # graphs of steps with groups are captured on the way, which all ranks have to do at a time and no stage can
+    may_group = serve.enable_prefix_caching and config.parallel.pipeline == config.parallel.data == 1
     model = Model(
         compiled.graph,
         bindings,
@@ -98,6 +101,7 @@ def make_runner(
         kinds=[kind.name for kind in kinds_of_all(kinds_of) if not kind.rule.in_slot],
         defers_logits=overlaps and any(node.target is ops.receive for node in head.nodes),
         kv_memory=kv_memory,
+        prefix_rule=find_rule(compiled.graph, config.limits) if may_group else None,
     )
     ahead = {"run_ahead": min(config.parallel.pipeline, NUM_REPORTED) - 1} if overlaps else {}
     runner = Runner(model, flops=max_flops(model.flops_a_token, exchange), **ahead)

@@ -33,6 +33,7 @@ from atom.runtime.step.input import (
     StepInput,
     pack_admission,
 )
+from atom.runtime.step.prefix_groups import PrefixGroups
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
 from atom.sampling_params import PENALTY, SAMPLING_KINDS, has_use, sampling_kind
 
@@ -76,6 +77,9 @@ class StepBuilder:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
+        rule = capacity.prefixes
+        self._prefixes = None if rule is None else PrefixGroups(rule, capacity.block_size)
+        self._prefix_kind = 0 if rule is None else capacity.kinds.index(rule.kind)
 
     @property
     def can_repeat(self) -> bool:
@@ -161,6 +165,11 @@ class StepBuilder:
             step.pooled = find_pooled(plan, shape)
             step.num_pooled = sum(each.num_tokens for each in step.pooled)
             step.drafts = [] if num_drafts else find_drafts(plan)
+        if self._prefixes is not None and not step.drafts:
+            num_decodes = len(plan.rows) if is_decode else plan.num_decodes
+            tables = [resident.tables[self._prefix_kind] for resident in rows.residents[:num_decodes]]
+            ends = [row.start - row.sequence.num_unverified for row in plan.rows[:num_decodes]]
+            step.prefixes = self._prefixes.find(tables, ends, shape.num_decodes)
         return step
 
     def shape_of(self, plan: Plan) -> BatchShape:

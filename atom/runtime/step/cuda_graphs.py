@@ -10,6 +10,8 @@ Pure decodes are captured by their number, steps with prompts by their tokens an
 The host takes as long to launch the kernels of a small step as those of a large one, and longer than a GPU takes to run
 the small one. So steps with prompts are captured up to a size.
 
+Decodes that share prefixes have other graphs, captured when they are first needed.
+
 All graphs share one memory pool and overwrite each other's results: a step's results are read before the next step.
 Stages of a pipeline that finish their steps later need only the shapes of these results.
 """
@@ -32,6 +34,7 @@ from torch import Tensor
 from atom.kernels import compile_launches
 from atom.runtime.step.input import BatchShape, PackedRows, StepInput
 from atom.runtime.step.model import Computed, Model
+from atom.runtime.step.prefix_groups import packed_size
 from atom.runtime.step.program import Hidden, score
 from atom.sampling_params import SAMPLING_KINDS
 
@@ -68,17 +71,9 @@ class _Captured:
     packed: Tensor  # the input buffer of the step's numbers
     started: Started
     sends: Sequence[Callable[[], object]] = ()  # of what it computes, to other stages of a pipeline
-    sent: bytearray | None = None  # its present content
-
-
-def _find_or_capture(
-    captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]
-) -> _Captured | None:
-    """The graph of a shape, captured now if that was deferred; None if the shape gets none."""
-    if key not in captured:
-        return None
-    found = captured[key] = captured[key] or capture(key)
-    return found
+    sent: bytearray | None = None  # the present content of `packed`
+    prefixes: Tensor | None = None  # the buffer of `StepInput.prefixes`; None: it reads none
+    sent_prefixes: bytearray | None = None  # its present content
 
 
 def begin(
@@ -117,6 +112,7 @@ class Graphs:
         self._decodes: dict[int, _Captured | None] = {}  # by their number, ascending; None: not captured yet
         self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
         self._mixed: dict[BatchShape, _Captured | None] = {}  # ascending
+        self._with_prefixes: dict[Any, _Captured | None] = {}  # by the keys of those without
         self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as passed to `compile`
         self._sizes: Sequence[int] = ()  # numbers of decodes, as passed to `compile`
         self._pool: Any = None
@@ -141,29 +137,44 @@ class Graphs:
         self._decodes.clear()
         self._drafts.clear()
         self._mixed.clear()
+        self._with_prefixes.clear()
         self._pool = None
 
     def start(self, step: StepInput) -> Started | None:
         """Start a step; None if its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
         if not step.is_decode:
-            found = _find_or_capture(self._mixed, shape, self._capture_mixed)
+            found = self._find(step, self._mixed, self._capture_mixed, shape)
         elif shape.num_drafts:
-            drafting = size, shape.num_drafts
-            found = _find_or_capture(self._drafts, drafting, lambda sizes: self._capture_drafts(*sizes))
+            found = self._find(step, self._drafts, self._capture_drafts, size, shape.num_drafts)
         else:
-            found = _find_or_capture(self._decodes, size, self._capture_decodes)
+            found = self._find(step, self._decodes, self._capture_decodes, size)
         if found is None:
             return None
         if found.sent != step.packed:
             found.packed.copy_(self._model.send(step.packed))
             found.sent = step.packed
+        if found.prefixes is not None and found.sent_prefixes != step.prefixes:
+            found.prefixes.copy_(self._model.send(step.prefixes))
+            found.sent_prefixes = step.prefixes
         found.graph.replay()
         for send in found.sends:
             send()
         if found.started.unscored:  # the next replay comes before this step samples
             return replace(found.started, slots=found.started.slots.clone())
         return found.started
+
+    def _find(
+        self, step: StepInput, captured: dict[Any, _Captured | None], capture: Callable[..., _Captured], *sizes: Any
+    ) -> _Captured | None:
+        """The graph of a step, captured now if that was deferred; None if its shape gets none."""
+        key = sizes[0] if len(sizes) == 1 else sizes
+        if key not in captured:
+            return None
+        if step.prefixes:
+            captured, capture = self._with_prefixes, partial(capture, has_prefixes=True)
+        found = captured[key] = captured.get(key) or capture(*sizes)
+        return found
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
@@ -194,9 +205,13 @@ class Graphs:
                 self._rehearse_mixed(BatchShape(num_tokens, 1, 1))
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
+                if model.prefix_rule and size > 1:
+                    self._rehearse_decodes(size, self._pad_prefixes(size))
             fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in draft_sizes[::-1]}
             for (_, num_drafts), size in fewest.items():
                 self._rehearse_drafts(size, num_drafts)
+                if model.prefix_rule and size > 1:
+                    self._rehearse_drafts(size, num_drafts, self._pad_prefixes(size))
             for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, not captured
                 self._rehearse_mixed(BatchShape(3, 2, 2, 1).drafting(num_drafts))
                 for size in {1, self._max_drafting_rows(num_drafts, largest)}:
@@ -226,9 +241,9 @@ class Graphs:
             fewer = num_decodes
         return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
 
-    def _rehearse_decodes(self, size: int) -> None:
+    def _rehearse_decodes(self, size: int, prefixes: Tensor | None = None) -> None:
         slots = self._model.send(np.full(size, self._model.padding, np.int32))
-        self._end_rehearsal(begin(self._model, self._model.decode(slots), slots))
+        self._end_rehearsal(begin(self._model, self._model.decode(slots, prefixes), slots))
 
     def _find_draft_sizes(self, is_likely: bool = False) -> list[tuple[int, int]]:
         """The numbers of decodes, and of drafts of each, to capture. is_likely: as in `_choices`"""
@@ -260,18 +275,22 @@ class Graphs:
         limits = self._model.limits
         return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)
 
-    def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
+    def _rehearse_drafts(self, size: int, num_drafts: int, prefixes: Tensor | None = None) -> None:
         slots, max_accepted = self._pad_drafts(size)
-        begin(self._model, self._model.decode_drafts(slots, max_accepted, num_drafts), slots).follow()
+        begin(self._model, self._model.decode_drafts(slots, max_accepted, num_drafts, prefixes), slots).follow()
 
     def _pad_drafts(self, size: int) -> Tensor:
         """Slots and max_accepted i32[2, S] of padding."""
         return self._model.send(np.repeat(np.array([self._model.padding, 0], np.int32), size)).view(2, size)
 
-    def _rehearse_mixed(self, shape: BatchShape) -> None:
+    def _pad_prefixes(self, num_decodes: int) -> Tensor:
+        """Of so many decodes, none of which is in a group."""
+        return torch.zeros(packed_size(num_decodes), dtype=torch.int32, device=self._model.device)
+
+    def _rehearse_mixed(self, shape: BatchShape, prefixes: Tensor | None = None) -> None:
         packed = self._model.send(shape.pad(self._model.padding))
         rows = shape.split(packed)
-        self._end_rehearsal(begin(self._model, self._model.mix(shape, packed), rows.sampled, rows))
+        self._end_rehearsal(begin(self._model, self._model.mix(shape, packed, prefixes), rows.sampled, rows))
 
     def _end_rehearsal(self, started: Started) -> None:
         if started.unscored:  # the last stage has sent the logits
@@ -331,32 +350,33 @@ class Graphs:
             step(*sizes)
 
     @torch.inference_mode()
-    def _capture_decodes(self, size: int) -> _Captured:
-        model = self._model
-        self._rehearse(self._rehearse_decodes, size)
+    def _capture_decodes(self, size: int, *, has_prefixes: bool = False) -> _Captured:
+        model, prefixes = self._model, self._pad_prefixes(size) if has_prefixes else None
+        self._rehearse(self._rehearse_decodes, size, prefixes)
         slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
-        graph, computed = self._capture(lambda: model.decode(slots))
+        graph, computed = self._capture(lambda: model.decode(slots, prefixes))
         sends = self._take_sends()
-        return _Captured(graph, slots, self._started(begin(model, computed, slots)), sends)
+        return _Captured(graph, slots, self._started(begin(model, computed, slots)), sends, prefixes=prefixes)
 
     @torch.inference_mode()
-    def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
-        self._rehearse(self._rehearse_drafts, size, num_drafts)
+    def _capture_drafts(self, size: int, num_drafts: int, *, has_prefixes: bool = False) -> _Captured:
+        model, prefixes = self._model, self._pad_prefixes(size) if has_prefixes else None
+        self._rehearse(self._rehearse_drafts, size, num_drafts, prefixes)
         packed = self._pad_drafts(size).clone()
         slots, max_accepted = packed
-        graph, computed = self._capture(lambda: self._model.decode_drafts(slots, max_accepted, num_drafts))
-        return _Captured(
-            graph, packed.view(-1), self._started(begin(self._model, computed, slots, max_accepted=max_accepted))
-        )
+        graph, computed = self._capture(lambda: model.decode_drafts(slots, max_accepted, num_drafts, prefixes))
+        started = self._started(begin(model, computed, slots, max_accepted=max_accepted))
+        return _Captured(graph, packed.view(-1), started, prefixes=prefixes)
 
     @torch.inference_mode()
-    def _capture_mixed(self, shape: BatchShape) -> _Captured:
-        model = self._model
-        self._rehearse(self._rehearse_mixed, shape)
+    def _capture_mixed(self, shape: BatchShape, *, has_prefixes: bool = False) -> _Captured:
+        model, prefixes = self._model, self._pad_prefixes(shape.num_decodes) if has_prefixes else None
+        self._rehearse(self._rehearse_mixed, shape, prefixes)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
-        graph, computed = self._capture(lambda: model.mix(shape, packed))
+        graph, computed = self._capture(lambda: model.mix(shape, packed, prefixes))
         sends, rows = self._take_sends(), shape.split(packed)
-        return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)), sends)
+        started = self._started(begin(model, computed, rows.sampled, rows))
+        return _Captured(graph, packed, started, sends, prefixes=prefixes)
 
     def _take_sends(self) -> list[Callable[[], object]]:
         """The sends that the last capture has deferred."""

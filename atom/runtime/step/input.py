@@ -22,6 +22,7 @@ from atom.runtime.types import BlockCopies, Sampled
 from atom.sampling_params import COLUMNS, SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than steps in flight, and than tokens of a draft
+NUM_GROUPS = 16  # max groups of decodes with a common prefix in a step
 NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for the slot's first draft, -3 for the second one
 CODES = {"i64": "q", "f64": "d"}  # of `struct`
 # slot, tokens known, seed and adapter of `pack_admission`, then the sampling parameters that kernels read
@@ -97,6 +98,14 @@ class BatchShape(msgspec.Struct, frozen=True):
         return packed
 
 
+class PrefixRule(msgspec.Struct, frozen=True):
+    """When decodes with a common prefix are grouped."""
+
+    kind: str  # of the block tables that are compared
+    token_bytes: int  # of a token's KV in a layer of a rank
+    saved_bytes: int  # min bytes of a layer that need not be read
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """The capacity of a runner, and the shapes of its CUDA graphs."""
 
@@ -110,7 +119,8 @@ class Capacity(msgspec.Struct, frozen=True):
     draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
     recurrent: tuple[str, ...] = ()  # kinds of recurrent state, which blocks have copies of
     num_states: int = 1  # that a slot keeps of each of these kinds, that after n tokens as number n % num_states
-    block_size: int = 0  # tokens; of a runner with recurrent state
+    block_size: int = 0  # tokens
+    prefixes: PrefixRule | None = None  # None: decodes are not grouped
 
 
 class Counted(msgspec.Struct):
@@ -188,6 +198,8 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     ] = []  # row that samples, how many of the most likely tokens to report besides its own
     scored: list[Scored] = []
     pooled: list[Pooled] = []
+    # i32[2 D + NUM_GROUPS + 1] of decodes that are grouped, as in `SharedPrefixes`: lengths, members, starts
+    prefixes: bytearray = bytearray()
     num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
     drafts: list[Draft] = []
     others: list[StepInput] = []  # of the other data groups, of the same shape

@@ -24,12 +24,13 @@ from torch import Tensor
 from atom.config.limits import Drafting
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, TORCH_DTYPES, Batch, Graph, State, Type, ops
+from atom.graph.batch import SharedPrefixes
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
 from atom.kernels.step import BlockCopier, Inputs, StateCopier
-from atom.runtime.step.input import BatchShape, PackedRows
+from atom.runtime.step.input import NUM_GROUPS, BatchShape, PackedRows, PrefixRule
 from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, Watched, rows_of, score
 from atom.runtime.step.request_state import RequestState, send, zeros
 from atom.runtime.types import StepLimits
@@ -60,6 +61,7 @@ class Model:
         kinds: Sequence[str] | None = None,
         defers_logits: bool = False,
         kv_memory: StableMemory | None = None,
+        prefix_rule: PrefixRule | None = None,
     ) -> None:
         """
         graph: the lowered graph
@@ -72,6 +74,7 @@ class Model:
         kinds: the state kinds of all pipeline stages with an entry for each token; None: the graph's
         defers_logits: the head runs later, once another stage has sent the hidden states
         kv_memory: the memory for the caches; None: torch's
+        prefix_rule: when steps group decodes with a common prefix; None: never
         """
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
@@ -80,7 +83,7 @@ class Model:
         self._bindings = bindings
         self.executables: dict[str, Executable] = {}
         self._thinned: dict[str, Executable] = {}  # made when they are first needed
-        self.defers_logits, self._kv_memory = defers_logits, kv_memory
+        self.defers_logits, self._kv_memory, self.prefix_rule = defers_logits, kv_memory, prefix_rule
         states = graph.states()
         self.kinds = list(kinds or dict.fromkeys(state.kind for state in states if not state.rule.in_slot))
         self.recurrent = tuple(dict.fromkeys(state.kind for state in states if state.rule.in_slot))
@@ -255,33 +258,36 @@ class Model:
         """The copier of blocks of these caches [num_blocks, width] to rows and back; valid until `bind`."""
         return self._step.block_copier(caches)
 
-    def decode(self, slots: Tensor) -> Computed:
-        """Compute the newest tokens of slots i32[S]."""
-        return self._compute(self._decode_inputs(slots))
+    def decode(self, slots: Tensor, prefixes: Tensor | None = None) -> Computed:
+        """Compute the newest tokens of slots i32[S]. prefixes: as in `StepInput.prefixes`; None: no groups"""
+        return self._compute(self._decode_inputs(slots, prefixes=prefixes))
 
-    def decode_drafts(self, slots: Tensor, max_accepted: Tensor, num_drafts: int) -> Computed:
+    def decode_drafts(
+        self, slots: Tensor, max_accepted: Tensor, num_drafts: int, prefixes: Tensor | None = None
+    ) -> Computed:
         """Draft for slots, and compute their newest tokens and drafts.
 
         slots: i32[S]
         max_accepted: i32[S], the drafts of each that may be accepted, which have blocks
         num_drafts: of each
+        prefixes: as in `decode`
         """
         assert self.drafting is not None
         self._find_ngrams(slots)
-        inputs = self._decode_inputs(slots, max_accepted, num_drafts)
+        inputs = self._decode_inputs(slots, max_accepted, num_drafts, prefixes)
         self._draft(slots, inputs)
         computed = self._compute(inputs)
         assert computed.logits is not None
         first, *others = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
         return computed._replace(logits=first, draft_logits=tuple(others))
 
-    def mix(self, shape: BatchShape, packed: Tensor) -> Computed:
-        """Compute a step with prompts. packed: i32, as in `BatchShape.split`"""
+    def mix(self, shape: BatchShape, packed: Tensor, prefixes: Tensor | None = None) -> Computed:
+        """Compute a step with prompts. packed: i32, as in `BatchShape.split`; prefixes: as in `decode`"""
         rows = shape.split(packed)
         num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
         decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
         self._find_ngrams(decoding)
-        inputs = self._inputs(shape.num_tokens, rows.slots, rows.starts, num_decodes, 1 + num_drafts)
+        inputs = self._inputs(shape.num_tokens, rows.slots, rows.starts, num_decodes, 1 + num_drafts, prefixes)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
@@ -428,10 +434,12 @@ class Model:
         )
         return list(zip(positions, batches, strict=True))
 
-    def _decode_inputs(self, slots: Tensor, max_accepted: Tensor | None = None, num_drafts: int = 0) -> Inputs:
+    def _decode_inputs(
+        self, slots: Tensor, max_accepted: Tensor | None = None, num_drafts: int = 0, prefixes: Tensor | None = None
+    ) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts
         starts = self._starts[num_drafts][: num_rows + 1]
-        inputs = self._inputs(num_rows * query_len, slots, starts, num_rows, query_len)
+        inputs = self._inputs(num_rows * query_len, slots, starts, num_rows, query_len, prefixes)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, max_accepted)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
@@ -442,7 +450,15 @@ class Model:
         adapters: Tensor = self.state.adapters.index_select(0, slots)
         return adapters
 
-    def _inputs(self, num_tokens: int, slots: Tensor, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
+    def _inputs(
+        self,
+        num_tokens: int,
+        slots: Tensor,
+        starts: Tensor,
+        num_decodes: int,
+        query_len: int,
+        prefixes: Tensor | None,
+    ) -> Inputs:
         kinds, device, num_rows = len(self.kinds), self.device, len(slots)
         numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
         tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
@@ -454,8 +470,14 @@ class Model:
             num_decodes=num_decodes,
             query_len=query_len,
             slots=slots if self.recurrent else None,
+            prefixes=None if prefixes is None else self._split_prefixes(prefixes, num_decodes),
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
+
+    def _split_prefixes(self, prefixes: Tensor, num_decodes: int) -> SharedPrefixes:
+        assert self.prefix_rule is not None, "only by a rule are decodes grouped"
+        parts = torch.split(prefixes, [num_decodes, num_decodes, NUM_GROUPS + 1])
+        return SharedPrefixes(self.prefix_rule.kind, *parts)
 
     def _zero_drafted(self) -> list[Tensor]:
         """Zeros, by slot, for the results of DRAFT from which a slot's first draft is computed."""

@@ -64,6 +64,7 @@ class Runner:
             model.recurrent,
             model.limits.num_states,
             model.block_size,
+            model.prefix_rule,
         )
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -158,14 +159,15 @@ class Runner:
 
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
+        prefixes = self.model.send(step.prefixes) if step.prefixes else None
         if step.is_decode and step.shape.num_drafts:
             slots, max_accepted = packed.view(2, -1)
-            computed = self.model.decode_drafts(slots, max_accepted, step.shape.num_drafts)
+            computed = self.model.decode_drafts(slots, max_accepted, step.shape.num_drafts, prefixes)
             return begin(self.model, computed, slots, max_accepted=max_accepted)
         if step.is_decode:
-            return begin(self.model, self.model.decode(packed), packed)
+            return begin(self.model, self.model.decode(packed, prefixes), packed)
         rows = step.shape.split(packed)
-        return begin(self.model, self.model.mix(step.shape, packed), rows.sampled, rows)
+        return begin(self.model, self.model.mix(step.shape, packed, prefixes), rows.sampled, rows)
 
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""

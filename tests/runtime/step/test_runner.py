@@ -32,15 +32,16 @@ from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError
 from atom.graph import BODY
 from atom.kernels import Target
+from atom.kernels.triton.attention import shared_prefix
 from atom.kernels.triton.step import sampling
 from atom.runtime.draft.speculation import RunnerDrafter
 from atom.runtime.engine import Engine
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.scheduler import Scheduler
-from atom.runtime.step import model
+from atom.runtime.step import model, prefix_groups
 from atom.runtime.step.builder import StepBuilder
-from atom.runtime.step.input import StepInput
+from atom.runtime.step.input import PrefixRule, StepInput
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
@@ -265,7 +266,7 @@ def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
     decode, mix = runner.model.decode, runner.model.mix
     walked: list[tuple[str, int]] = []
     with monkeypatch.context() as watched:
-        watched.setattr(runner.model, "decode", lambda rows: walked.append(("decode", len(rows))) or decode(rows))
+        watched.setattr(runner.model, "decode", lambda *args: walked.append(("decode", len(args[0]))) or decode(*args))
         watched.setattr(runner.model, "mix", lambda *args: walked.append(("mix", args[0].num_tokens)) or mix(*args))
         runner.graphs.compile([1, 2, 7], max_tokens)
     assert walked == [("mix", num) for num in prompts] + [("decode", num) for num in (1, 2, 4, 7)]
@@ -294,6 +295,56 @@ def test_prefixes_that_are_found_change_nothing(checkpoints: Any, policy_place: 
     for asked in ([(shared, params)], [(shared, params), ([*shared[:9], 1, 2], params), (shared + [3] * 9, params)]):
         assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
     assert engine.scheduler.stats.num_prefix_hit_tokens >= 12 + 8 + 12
+
+
+@pytest.mark.sampled(1, gpu=1)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_decodes_with_a_common_prefix_are_grouped_and_get_the_same_tokens(
+    checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+):
+    """Two that go on from the same 32 tokens, later next to a third one's prompt, and one that has others."""
+    target = HOPPER if policy_place == Place("cpu", "triton") else None
+    fields = {"max_model_len": 64, "num_kvcache_blocks": 100, "max_num_batched_tokens": 64}
+    for module, name, value in ((prefix_groups, "PREFIX_MULTIPLE", 32), (shared_prefix, "PREFIX_MULTIPLE", 32),
+                                (prefix_groups, "ROW_TOKENS", 1)):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    drafting = Drafting(num_drafts, 1, 3) if num_drafts else None
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "max_verified_tokens": 100} if num_drafts else {}
+    engine = open_runner(checkpoints("qwen3"), policy_place, 1, target, drafting, level=1, enable_prefix_caching=True,
+                         **fields, **drafts)  # fmt: skip
+    runner: Any = engine.runner
+    runner.model.prefix_rule = PrefixRule("full", 1, 1)
+    engine.builder = StepBuilder(runner.capacity)
+    execute, grouped = runner.execute, set[tuple[bool, int]]()
+
+    def watch(step: StepInput) -> Any:
+        pending, size = execute(step), step.shape.num_decodes
+        if step.prefixes:
+            lengths, members, starts = np.split(np.frombuffer(step.prefixes, np.int32), [size, 2 * size])
+            packed = np.frombuffer(step.packed, np.int32)
+            slots = packed[:size] if step.is_decode else step.shape.split(packed).slots[:size]
+            rows = members[starts[0] : starts[1]]
+            tables = runner.model.tables[0, slots[rows], : 32 // engine.scheduler.cache.block_size].cpu()
+            assert (lengths[rows] == 32).all() and lengths.sum() == 32 * len(rows) and (starts[1:] == len(rows)).all()
+            assert len(rows) > 1 and (tables == tables[0]).all()
+            grouped.add((step.is_decode, len(rows)))
+        return pending
+
+    monkeypatch.setattr(runner, "execute", watch)
+    shared, params = tiny.prompt(35), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    asked = [([*shared, 5], params), (shared, replace(params, max_tokens=12)), (tiny.prompt(9, seed=2), params),
+             ([*shared[:33], *range(9)], params)]  # fmt: skip
+    prepared = [engine.prepare(prompt, how) for prompt, how in asked]
+    for each in prepared[:3]:
+        engine.submit(each)
+    while len(prepared[1][0].output) < 3:
+        engine.step()
+    engine.submit(prepared[3])
+    while engine.has_work:
+        engine.step()
+    sequences = [sequence for (sequence,) in prepared]
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3"), level=1, **fields), asked))
+    assert {(True, 2), (True, 3), (False, 2)} <= grouped
 
 
 def test_a_sequence_ends_at_max_model_len_without_a_step_too_many(checkpoints: Any, policy_place: Place):

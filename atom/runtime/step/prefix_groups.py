@@ -25,7 +25,9 @@ from atom.graph.recipes import KV
 from atom.kernels import find_kernel
 from atom.runtime.step.input import NUM_GROUPS, PrefixRule
 
-SAVED_BYTES = 48 << 20  # min bytes of a layer that are not read: the launches that are added take as long as 10 us
+# min bytes of a layer that are not read, by the dims of a head: what is added takes as long, on an H200 some 40 us, and
+# with larger heads, whose shared part is slower, 130
+SAVED_BYTES = {128: 192 << 20, 256: 640 << 20}
 ROW_TOKENS = 64  # of a decode in a group: writing and reading its parts takes as long as that many tokens of KV
 MAX_DEPTH = 16  # of prefixes that go on from one another
 
@@ -51,7 +53,9 @@ def find_rule(graph: Graph, limits: EngineLimits) -> PrefixRule | None:
     }
     if not layers:
         return None
-    rule = PrefixRule(next(iter(layers)).kind, sum(layers.values()) // len(layers), SAVED_BYTES)
+    dim = max(int(state.type.shape[-1]) for state in layers)
+    saved_bytes = next((saved for dims, saved in SAVED_BYTES.items() if dim <= dims), max(SAVED_BYTES.values()))
+    rule = PrefixRule(next(iter(layers)).kind, sum(layers.values()) // len(layers), saved_bytes)
     can_pay = (limits.max_num_seqs - 1) * limits.max_model_len * rule.token_bytes >= rule.saved_bytes
     return rule if can_pay else None
 

@@ -59,15 +59,14 @@ def choose(num_rows: int, dim: int, element_size: int, entry_size: int, gpu: Gpu
     num_rows: of all decodes of a step
     element_size, entry_size: as in decode.py
     """
-    rows = min(max(16, next_power_of_2(num_rows)), 128 if dim <= 128 else 64)
+    rows = min(max(16, next_power_of_2(num_rows)), 64 if dim <= 128 else 32)
     if element_size == 4 or dim > 256 or gpu.shared_memory < 99 << 10:
         return Tiling(min(rows, 32), 32, programs_per_unit=1, num_warps=4 if dim <= 256 else 8, num_stages=2)
     room = gpu.shared_memory - rows * next_power_of_2(dim) * element_size - (8 << 10)  # apart from queries and sums
     position_bytes = 2 * next_power_of_2(dim) * entry_size
-    positions = 64 if room >= 2 * 64 * position_bytes else 32
+    positions = next((num for num in (128, 64) if dim * num <= 128 * 128 and room >= 2 * num * position_bytes), 32)
     num_stages = min(max(room // (positions * position_bytes), 2), 3)
-    is_large = rows * dim > 64 * 128
-    return Tiling(rows, positions, 1 if is_large else 2, 8 if is_large else 4, num_stages)
+    return Tiling(rows, positions, programs_per_unit=1, num_warps=4, num_stages=num_stages)
 
 
 @jit(

@@ -335,6 +335,8 @@ class Graphs:
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
+        if sizes and self._model.prefix_rule:  # captured later, in memory that is measured now
+            self._rehearse(self._rehearse_decodes, max(sizes), self._pad_prefixes(max(sizes)))
         by_tokens = sorted(self._drafts, key=lambda each: each[0] * (1 + each[1]), reverse=True)
         for drafting in by_tokens:
             if drafting == by_tokens[0] or (drafting in likely and not is_lazy):

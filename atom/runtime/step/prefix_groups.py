@@ -67,6 +67,7 @@ class PrefixGroups:
         self._rule, self._block_size, self._unit = rule, block_size, lcm(block_size, PREFIX_MULTIPLE)
         self._tables: list[list[int]] = []  # of the last step; as they are held, no other table has the id of one
         self._key: tuple[int, ...] = ()  # their ids
+        self._begins: dict[int, Table] = {}  # by id, of those that have been compared: as long as they then were
         self._groups: list[Group] = []
         self._packed: dict[int, bytearray] = {}  # by size
 
@@ -80,6 +81,7 @@ class PrefixGroups:
         key = tuple(map(id, tables))
         if key != self._key:
             self._key, self._tables, self._packed = key, list(tables), {}
+            self._begins = {each: self._begins[each] for each in key if each in self._begins}
             self._groups = self._find_groups(tables, ends)
         if not self._groups:
             return bytearray()
@@ -101,7 +103,11 @@ class PrefixGroups:
         return groups if saved >= self._rule.saved_bytes else []
 
     def _begin_of(self, table: list[int], end: int) -> Table:
-        return np.frombuffer(array("i", table[: max(end, 0) // self._block_size]), np.int32)
+        found = self._begins.get(id(table))
+        if found is None:
+            found = np.frombuffer(array("i", table[: max(end, 0) // self._block_size]), np.int32)
+            self._begins[id(table)] = found
+        return found
 
     def _count_tokens(self, num_blocks: int) -> int:
         """The tokens of so many blocks that a group may share."""

@@ -34,7 +34,7 @@ from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.unpack import unpack_bytes
 
-SLOTS = 32  # parts, of which memory has a multiple for each kv head
+SLOTS = 16  # parts, of which memory has a multiple for each kv head
 
 
 class Tiling(NamedTuple):

@@ -32,7 +32,7 @@ from atom.assemble.ranks import (
 from atom.assemble.reasoning import find_markers
 from atom.assemble.report import report_engine, report_host_tables, report_unused
 from atom.assemble.runner import open_runner
-from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
+from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_scheduler
 from atom.assemble.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
@@ -54,7 +54,7 @@ from atom.runtime.ranks.links import RankProcess, Ranks
 from atom.runtime.ranks.remote import Placement
 from atom.runtime.requests.grammar import Grammars
 from atom.runtime.requests.vocabulary import Vocabulary
-from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
+from atom.runtime.schedule.data_parallel import DataParallelBuilder
 from atom.runtime.sleep import place_in
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.runner import Runner
@@ -98,8 +98,8 @@ def open_engine(
         salt = b"" if files is None else identify_kv(graph, model.stored, scales, serve.block_size)
         caches = open_caches(kinds, num_blocks, host, salt, serve, mesh.data)
         drafter = open_drafter(config.drafts, config.drafting is not None)
-        delay_factor = serve.scheduler_delay_factor
-        schedulers = open_schedulers(caches, runner, drafter, delay_factor, overlap=config.stages_overlap)
+        overlap = config.stages_overlap
+        scheduler = open_scheduler(caches, runner, drafter, serve, has_ranks=ranks is not None, overlap=overlap)
         builders = [StepBuilder(runner.capacity) for _ in caches]
         report_engine(kinds, num_blocks, runner.model.limits, host, config)
         driver = None if ranks is None else Driver(runner, ranks, mesh)
@@ -107,7 +107,7 @@ def open_engine(
         sleeper = open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories)
         engine = Engine(
             driver or runner,
-            schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
+            scheduler,
             builders[0] if ranks is None else DataParallelBuilder(builders),
             model.vocabulary,
             seed=config.seed + replica,

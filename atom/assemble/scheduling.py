@@ -11,6 +11,8 @@ from atom.runtime.draft.speculation import Drafter, NgramDrafter, RunnerDrafter
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.host_blocks import HostBlocks
+from atom.runtime.schedule.data_parallel import DataParallelScheduler
+from atom.runtime.schedule.prefill_budget import PrefillBudget
 from atom.runtime.schedule.scheduler import Scheduler
 from atom.runtime.step.runner import Runner
 from atom.runtime.types import StateKind
@@ -53,17 +55,37 @@ def open_caches(
     ]
 
 
-def open_schedulers(
-    caches: Sequence[KVCache], runner: Runner, drafter: Drafter | None, delay_factor: float, *, overlap: bool
-) -> list[Scheduler]:
-    """A scheduler for the KV cache of each data group.
+def open_scheduler(
+    caches: Sequence[KVCache],
+    runner: Runner,
+    drafter: Drafter | None,
+    serve: ServeConfig,
+    *,
+    has_ranks: bool,
+    overlap: bool,
+) -> Scheduler | DataParallelScheduler:
+    """The scheduler of an engine: with ranks, one of a scheduler for the KV cache of each data group.
 
-    delay_factor: serve.scheduler_delay_factor
     overlap: whether pipeline stages compute steps of different sequences at a time
     """
     limits, run_ahead = runner.model.limits, runner.run_ahead
     num_stages = 1 + run_ahead if overlap else 1
-    return [Scheduler(cache, limits, run_ahead, drafter, num_stages, delay_factor=delay_factor) for cache in caches]
+    budget = None
+    if serve.max_itl_ms is not None:
+        budget = PrefillBudget(serve.max_itl_ms / 1000, serve.block_size, limits.max_num_batched_tokens, num_stages)
+    schedulers = [
+        Scheduler(
+            cache,
+            limits,
+            run_ahead,
+            drafter,
+            num_stages,
+            delay_factor=serve.scheduler_delay_factor,
+            prefill_budget=None if has_ranks else budget,
+        )
+        for cache in caches
+    ]
+    return DataParallelScheduler(schedulers, budget) if has_ranks else schedulers[0]
 
 
 def open_drafter(drafts: Drafting | None, by_runner: bool) -> Drafter | None:

@@ -106,9 +106,11 @@ VLLM_REFUSED = {
         gdn-prefill-backend kda-prefill-backend kda-decode-backend""",
     "models of this kind are not supported; leave it out": "diffusion-config -dc engram-config enable-hc-sp",
     "the scheduler plans a step only by --max-num-batched-tokens and --max-num-seqs; leave it out": """
-        max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold num-lookahead-slots
-        num-scheduler-steps scheduler-cls stream-interval max-num-scheduled-tokens prefill-schedule-interval
-        scheduler-reserve-full-isl watermark long-prefill-token-threshold-adaptive""",
+        num-lookahead-slots num-scheduler-steps scheduler-cls stream-interval max-num-scheduled-tokens
+        prefill-schedule-interval scheduler-reserve-full-isl watermark""",
+    "--set serve.max_itl_ms=30 sizes the chunks of prompts while others decode": """
+        max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold
+        long-prefill-token-threshold-adaptive""",
     "write --max-num-seqs, which bounds what runs": "max-num-active-seqs",
     "write --max-num-queued-reqs, which counts requests": "max-num-queued-tokens",
     "KV is managed by its kind in every model; leave it out": "disable-hybrid-kv-cache-manager",

@@ -36,6 +36,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_accepted_tokens: int = 0  # of these, that count
     accepted_per_pos: list[int] = msgspec.field(default_factory=list)  # drafts whose first, second, … token counts
     num_cached_tokens: int = 0  # of prompts, which the prefix cache had at their first admission
+    max_prompt_tokens: int = 0  # of prompts, that the newest step could have next to decodes; 0: no limit
 
 
 class EngineStats(msgspec.Struct, array_like=True):

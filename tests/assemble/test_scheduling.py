@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kinds import full_kind
 
-from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
+from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_scheduler
 from atom.config import ServeConfig
 from atom.config.limits import Drafting
 from atom.runtime.draft.speculation import NgramDrafter, RunnerDrafter
@@ -51,10 +51,25 @@ def test_schedulers_plan_for_stages_that_overlap(overlap: bool, num_stages: int,
     monkeypatch.setattr("atom.assemble.scheduling.Scheduler", lambda *args, **more: opened.append((*args, more)))
     runner: Any = SimpleNamespace(run_ahead=2, model=SimpleNamespace(limits=StepLimits(2, 8, 32)))
     caches: Any = ["first", "second"]
-    assert len(open_schedulers(caches, runner, None, 0.5, overlap=overlap)) == 2
+    serve = ServeConfig(scheduler_delay_factor=0.5)
+    monkeypatch.setattr("atom.assemble.scheduling.DataParallelScheduler", lambda groups, budget: (groups, budget))
+    groups, budget = open_scheduler(caches, runner, None, serve, has_ranks=True, overlap=overlap)  # type: ignore[misc]
+    assert len(groups) == 2 and budget is None
     assert [each[0] for each in opened] == caches
     assert {each[4] for each in opened} == {num_stages}
-    assert all(each[5] == {"delay_factor": 0.5} for each in opened)
+    assert all(each[5] == {"delay_factor": 0.5, "prefill_budget": None} for each in opened)
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_one_budget_limits_the_prompts_of_all_groups(has_ranks: bool):
+    runner: Any = SimpleNamespace(run_ahead=0, model=SimpleNamespace(limits=StepLimits(2, 8, 32)))
+    caches = open_caches(KINDS, {"full": 5}, None, b"", ServeConfig(block_size=4), num_groups=1 + has_ranks)
+    serve = ServeConfig(max_itl_ms=5, block_size=4)
+    scheduler = open_scheduler(caches, runner, None, serve, has_ranks=has_ranks, overlap=False)
+    scheduler.add(Sequence("a", [1] * 7, SamplingParams(max_tokens=9)))
+    scheduler.schedule()
+    scheduler.schedule()
+    assert scheduler.stats.max_prompt_tokens == 8, "all of a step, whose decode has not been measured"
 
 
 def test_kv_is_kept_in_files_if_a_folder_is_named(tmp_path: Path):

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
 from msgspec.structs import replace
 
 from atom.errors import RequestError
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.fair_queue import FairQueue
+from atom.runtime.schedule.prefill_budget import PrefillBudget
 from atom.runtime.schedule.scheduler import Scheduler
+from atom.runtime.schedule.step_costs import StepLoad, load_of
 from atom.runtime.step.bisect_failures import take
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import BatchShape, Scored, StepInput
@@ -36,8 +38,10 @@ ANSWER_TOKENS = 64  # of a prompt: computing them costs a group as much as the r
 class DataParallelScheduler:
     """One queue in front of the schedulers of the groups, with the interface of one of them."""
 
-    def __init__(self, groups: list[Scheduler]) -> None:
+    def __init__(self, groups: list[Scheduler], prefill_budget: PrefillBudget | None = None) -> None:
+        """prefill_budget: limits prompts next to decodes, of all groups; None: no limit"""
         self.groups = groups
+        self._prefill_budget = prefill_budget
         self.limits = groups[0].limits
         self.num_slots = sum(group.num_slots for group in groups)
         self.waiting = FairQueue()  # those that no group has
@@ -117,6 +121,12 @@ class DataParallelScheduler:
         While a sequence at fault is being found, one group has rows.
         """
         self._place()
+        if self._prefill_budget is not None:
+            self._prefill_budget.begin(is_idle=all(group.is_idle for group in self.groups))
+            limit = self._prefill_budget.limit(_largest(group.decode_load for group in self.groups))
+            self.stats.max_prompt_tokens = limit or 0
+            for group in self.groups:
+                group.max_prompt_tokens = limit
         suspected = next((group for group in self.groups if group.has_suspects), None)
         plans = [group.schedule() if suspected in (None, group) else Plan([], 0) for group in self.groups]
         decodes = [row for plan in plans for row in plan.rows[: plan.num_decodes]]
@@ -129,6 +139,8 @@ class DataParallelScheduler:
         """Append what a step sampled; the sequences that it ended."""
         num_steps, ended = self.stats.num_steps + 1, []
         parts = split(plan, len(self.groups))
+        if self._prefill_budget is not None:
+            self._prefill_budget.commit(_largest(map(load_of, parts)))
         for group, part, own in zip(self.groups, parts, (sampled, *sampled.others), strict=True):
             ended += group.commit(part, own, finish)
         self.stats.num_steps = num_steps
@@ -173,6 +185,11 @@ class DataParallelScheduler:
             num_new = sequence.num_tokens - cached[group].num_shared
             num_promised[group] += -(-num_new // self.groups[group].cache.block_size) + 1
             costs[group] += _cost(sequence) - num_spared[group]
+
+
+def _largest(loads: Iterable[StepLoad]) -> StepLoad:
+    """The load that the steps of all groups wait for."""
+    return StepLoad(*map(max, zip(*loads, strict=True)))
 
 
 def _cost(sequence: Sequence) -> int:

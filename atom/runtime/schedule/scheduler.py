@@ -43,7 +43,9 @@ from atom.runtime.draft.table import Acceptance
 from atom.runtime.kv.cache import Cached, KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.fair_queue import FairQueue
+from atom.runtime.schedule.prefill_budget import PrefillBudget
 from atom.runtime.schedule.prefix_makers import PrefixMakers, find_parting
+from atom.runtime.schedule.step_costs import StepLoad, load_of
 from atom.runtime.step.input import NUM_REPORTED
 from atom.runtime.types import Logprobs, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
@@ -100,6 +102,7 @@ class Scheduler:
         num_stages: int = 1,
         delay_factor: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         """
         cache: the KV cache
@@ -110,6 +113,7 @@ class Scheduler:
         delay_factor: waiting sequences are admitted once one of them has waited for this factor times the duration of
           the last step with prompts, so that more of them are computed together; at once if nothing runs. 0: at once
         clock: seconds
+        prefill_budget: limits prompts next to decodes, of this scheduler only; None: `max_prompt_tokens` does
         """
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
@@ -135,6 +139,8 @@ class Scheduler:
         self._suspects: dict[Sequence, None] = {}  # of a step that failed and is not run as it was: one is at fault
         self._max_suspects = self.num_slots  # in a step, which has no others
         self.is_paused = False  # none is admitted
+        self.max_prompt_tokens: int | None = None  # of the next step; None: max_num_batched_tokens
+        self._prefill_budget = prefill_budget
         self.num_deferred = 0  # waiting ones that the last step left out for something other than room
 
     @property
@@ -145,6 +151,17 @@ class Scheduler:
     def has_suspects(self) -> bool:
         """Whether a step failed, and the sequence at fault is being found."""
         return bool(self._suspects)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no plan is pending."""
+        return not self._in_flight
+
+    @property
+    def decode_load(self) -> StepLoad:
+        """The load of a step of all sequences whose prompts are computed or planned."""
+        contexts = [each.num_planned for each in self.running if each.num_planned >= len(each.prompt)]
+        return StepLoad(len(contexts), sum(contexts))
 
     @property
     def num_running(self) -> int:
@@ -235,6 +252,10 @@ class Scheduler:
         self.cache.begin_plan()
         if not self._in_flight:
             self._step_began = self._clock()
+        if self._prefill_budget is not None:
+            self._prefill_budget.begin(is_idle=self.is_idle)
+            self.max_prompt_tokens = self._prefill_budget.limit(self.decode_load)
+            self.stats.max_prompt_tokens = self.max_prompt_tokens or 0
         planned = self._plan_rows()
         if self._suspects and not planned and not self._in_flight:  # they wait for others
             self._suspects.clear()
@@ -262,6 +283,8 @@ class Scheduler:
             self._refused = None
             self._prompt_seconds = now - self._step_began
         self._step_began = now
+        if self._prefill_budget is not None:
+            self._prefill_budget.commit(load_of(plan))
         for row in plan.rows if self._suspects else ():
             self._suspects.pop(row.sequence, None)
         ended = []
@@ -350,9 +373,12 @@ class Scheduler:
         """Plan the running sequences, decodes first; the number of tokens that the step has left."""
         decodes, prompts = self._find_ready()
         budget = self.limits.max_num_batched_tokens
+        max_prompt_tokens = budget if self.max_prompt_tokens is None else self.max_prompt_tokens
         kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
         max_drafts = self._max_drafts(len(decodes))
         for at, sequence in enumerate(decodes + prompts):
+            if at == len(decodes):
+                budget = min(budget, max_prompt_tokens)
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             if self._suspects and not self._may_join(sequence, planned):
@@ -365,7 +391,7 @@ class Scheduler:
             if num_tokens:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
-        return budget
+        return min(budget, max_prompt_tokens)
 
     def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that need not wait for a commit: decodes, and prompts.

@@ -78,6 +78,10 @@ GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
         "share of the KV blocks in host memory that have content, 0 to 1",
         lambda engine: engine.client.stats.host_cache_usage,
     ),
+    "prefill_budget_tokens": (
+        "tokens of prompts that a step may have next to decodes, by serve.max_itl_ms; 0: no limit",
+        lambda engine: engine.client.stats.scheduler.max_prompt_tokens,
+    ),
     "engine_up": ("whether the engine serves, 1 or 0", is_up),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {

@@ -114,6 +114,7 @@ def test_names_and_types_are_in_vllms_style(counted: Server):
         "atom:cpu_cache_usage_perc": "gauge",
         "atom:cache_config_info": "gauge",
         "atom:num_requests_waiting_by_reason": "gauge",
+        "atom:prefill_budget_tokens": "gauge",
         "atom:iteration_tokens_total": "histogram",
         "atom:request_num_preemptions": "histogram",
         "atom:admission_rejections_total": "counter",

@@ -39,6 +39,7 @@ from atom.embeddings import (
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.llm import answer
+from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
     Prompt,
     SaltedPrompt,
@@ -148,13 +149,23 @@ class AsyncLLMEngine:
             describe_labels(embedding_of(each), self.config) | {"num_tokens_input": len(each.prompt)} for each in pooled
         ]
 
-    async def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
+    async def score(
+        self,
+        data_1: Prompt | List[Prompt],
+        data_2: Prompt | List[Prompt],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[float]:
         """The scores of pairs; see `LLMEngine.score`."""
         first, second = scored_prompts(data_1, data_2)
         if self.config.classifies:
             check_labels(self.config, 1)
-            scored = await self._pool(joined_pairs(first, second), classify=True)
+            template = PairTemplate.find(self.config, self._engine.vocabulary.tokenizer, chat_template)
+            pairs = joined_pairs(first, second, template, chat_template_kwargs)
+            scored = await self._pool(pairs, classify=True)
             return [float(probabilities(embedding_of(each), self.config)[0]) for each in scored]
+        refuse_template(chat_template, chat_template_kwargs)
         return similarities(list(map(embedding_of, await self._pool([*first, *second]))), len(first))
 
     async def load_lora_adapter(self, name: str, path: str) -> None:

@@ -56,7 +56,7 @@ def similarities(embeddings: List[npt.NDArray[np.float32]], num_first: int) -> l
 
 def num_labels(config: Config) -> int:
     """How many labels a classifier has, by transformers' defaults."""
-    if config.serve.pooler_config.classifier_from_token is not None:
+    if config.serve.pooler_config.classifier_from_token is not None or "tokens" in config.cross_encoder:
         return 1
     named, number = config.hf.get("id2label"), config.hf.get("num_labels")
     return len(named) if named else 2 if number is None else int(number)
@@ -79,12 +79,14 @@ def label_of(config: Config, index: int) -> str | None:
 def probabilities(scores: npt.NDArray[np.float32], config: Config) -> npt.NDArray[np.float64]:
     """The probabilities of labels, by config.json's problem_type, as transformers trains them.
 
-    regression: the scores themselves; one label, or several that exclude none: of each; else they sum up to 1.
+    regression: the scores themselves; one label, or several that exclude none: of each; else they sum up to 1. The
+    activation that sentence-transformers' files name goes before that.
     """
     exact, kind = scores.astype(np.float64), config.hf.get("problem_type")
-    if kind == "regression":
+    activation = None if config.serve.pooler_config.classifier_from_token else config.cross_encoder.get("activation")
+    if activation == "Identity" or (kind == "regression" and activation is None):
         return exact
-    if kind == "multi_label_classification" or len(exact) == 1:
+    if activation == "Sigmoid" or kind == "multi_label_classification" or len(exact) == 1:
         ones: npt.NDArray[np.float64] = 1 / (1 + np.exp(-exact))
         return ones
     powers = np.exp(exact - exact.max())

@@ -35,6 +35,7 @@ from atom.embeddings import (
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
 from atom.measurement.phases import PhaseClock
+from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
     Prompt,
     SaltedPrompt,
@@ -154,17 +155,31 @@ class LLMEngine:
         )
         return self.generate(encoded, sampling_params, adapters, use_tqdm)
 
-    def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
+    def score(
+        self,
+        data_1: Prompt | List[Prompt],
+        data_2: Prompt | List[Prompt],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[float]:
         """Compare one prompt with each of a list, or the pairs of two equally long lists.
 
-        A classifier of one label scores the two in a row; else it is the cosine similarity of their embeddings, those
-        of serve.pooler_config.pooling_type. RequestError if it is not set, or the classifier has more labels.
+        A classifier of one label scores the two in a row, or in the chat template that the checkpoint has for pairs;
+        else it is the cosine similarity of their embeddings, those of serve.pooler_config.pooling_type. RequestError if
+        it is not set, or the classifier has more labels.
+
+        chat_template: of pairs, for messages of the roles query and document, in place of the checkpoint's
+        chat_template_kwargs: more variables of the template, as `instruction`
         """
         first, second = scored_prompts(data_1, data_2)
         if self.config.classifies:
             check_labels(self.config, 1)
-            scored = self._pool(joined_pairs(first, second), classify=True)
+            template = PairTemplate.find(self.config, self.tokenizer, chat_template)
+            pairs = joined_pairs(first, second, template, chat_template_kwargs)
+            scored = self._pool(pairs, classify=True)
             return [float(probabilities(embedding_of(each), self.config)[0]) for each in scored]
+        refuse_template(chat_template, chat_template_kwargs)
         return similarities(list(map(embedding_of, self._pool([*first, *second]))), len(first))
 
     def embed(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
+from atom.pair_prompts import PairTemplate
 
 Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -68,18 +69,30 @@ def scored_prompts(
     return first, second
 
 
-def joined_pairs(first: List[SaltedPrompt], second: List[SaltedPrompt]) -> list[SaltedPrompt]:
-    """The prompts that a classifier scores pairs by: both in a row. RequestError for a text with token ids.
+def joined_pairs(
+    first: List[SaltedPrompt],
+    second: List[SaltedPrompt],
+    template: PairTemplate | None,
+    values: Mapping[str, Any] | None = None,
+) -> list[SaltedPrompt]:
+    """The prompts that a classifier scores pairs by. RequestError for a text with token ids.
 
     first: one, or one for each of second
+    template: of texts; None: both in a row
+    values: variables of the template
     """
+    if template is None and values:
+        raise RequestError("chat_template_kwargs: no template makes one prompt of a pair; give chat_template")
     pairs = zip(list(first) * len(second) if len(first) == 1 else first, second, strict=True)
     made = []
     for one, other in pairs:
         kinds = {type(one.content), type(other.content)}
         if kinds not in ({str}, {list}):
             raise RequestError("a pair is two texts, or two lists of token ids")
-        made.append(SaltedPrompt(one.content + other.content, one.salt))
+        if template is not None and isinstance(one.content, str):
+            made.append(SaltedPrompt(template.encode(one.content, other.content, values), one.salt))
+        else:
+            made.append(SaltedPrompt(one.content + other.content, one.salt))
     return made
 
 

@@ -101,7 +101,7 @@ def test_the_odds_of_two_tokens_are_a_score(tmp_path: Path):
     assert engine.score("Is it red? ", ["It is.", "Bread."]) == pytest.approx(expected, abs=2e-5)
     (answer,) = engine.generate(texts[:1])
     assert answer["num_tokens_output"] > 0, "it still writes"
-    for tokens, why in ((["n", "yes"], "'yes' is not one token"), (["y"], "give two tokens")):
+    for tokens, why in ((["n", "yes"], "'yes' is not one token"), (["n", "y", "z"], "give two tokens")):
         with pytest.raises(ConfigError, match=why):
             LLMEngine(str(folder), level=0, **{**fields, "serve.pooler_config.classifier_from_token": tokens})
 

@@ -179,7 +179,7 @@ served-model-name chat-template default-chat-template-kwargs tool-calls config l
 kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs enable-sleep-mode enable-lora lora-modules
 max-loras max-lora-rank lora-dtype generation-config override-generation-config tool-call-parser reasoning-parser
 distributed-executor-backend enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales
-use-tqdm-on-load disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
+use-tqdm-on-load hf-overrides disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
 enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
 model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role chat-template-content-format
 decode-context-parallel-size api-server-count cpu-offload-gb cpu-offload-params spec-method spec-model spec-tokens
@@ -206,7 +206,7 @@ plugins
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
-compiler | runtime
+compiler | runtime | pair_prompts
 assemble | prompts | embeddings
 llm | plugin
 async_llm

@@ -5,6 +5,8 @@ read_classifier(config)         # fp32[C, H]; None if the model has no labels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,12 +24,14 @@ OPTION = "serve.pooler_config.classifier_from_token"
 def read_classifier(config: Config) -> npt.NDArray[np.float32] | None:
     """The rows that labels are scored with. ConfigError or CheckpointError if they cannot be."""
     model, tokens = config.model, config.serve.pooler_config.classifier_from_token
-    if model.classifier is None and tokens is None:
+    if not config.classifies:
         return None
     checkpoint = open_for(config, SILENT)
     try:
         if tokens is not None:
-            return _difference(config, checkpoint, tokens)
+            return _difference(config, checkpoint, _ids(config, checkpoint, tokens))
+        if "tokens" in config.cross_encoder:
+            return _difference(config, checkpoint, config.cross_encoder["tokens"])
         assert model.classifier is not None, "one of the two is there"
         if config.load_dummy:
             return np.zeros((len(config.hf.get("id2label") or "ab"), model.hidden), np.float32)  # two by default
@@ -36,20 +40,31 @@ def read_classifier(config: Config) -> npt.NDArray[np.float32] | None:
         checkpoint.close()
 
 
-def _difference(config: Config, checkpoint: Checkpoint, tokens: list[str]) -> npt.NDArray[np.float32]:
-    """The head's row of the second token less that of the first, whose product is the log of their odds."""
-    model, tokenizer = config.model, checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
-    if tokenizer is None or len(tokens) != 2:
-        raise ConfigError(f"{OPTION}={tokens}: give two tokens, as [no, yes], of a checkpoint with a tokenizer")
-    if any((model.logits_softcap, model.logits_divisor, model.logits_scale, model.head_bias, model.channel_scales)):
-        raise UnsupportedError(f"{OPTION}: the logits of model={model.name} are more than the head's; leave it out")
+def _ids(config: Config, checkpoint: Checkpoint, tokens: list[str]) -> list[int | None]:
+    tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+    if tokenizer is None or len(tokens) not in (1, 2):
+        raise ConfigError(f"{OPTION}={tokens}: give two tokens, as [no, yes], or one, of a checkpoint with a tokenizer")
     ids = [tokenizer.encode(token, add_special_tokens=False) for token in tokens]
     if wrong := next((token for token, found in zip(tokens, ids, strict=True) if len(found) != 1), None):
         raise ConfigError(f"{OPTION}: {wrong!r} is not one token of the vocabulary")
+    return [*([None] if len(ids) == 1 else []), *(id for (id,) in ids)]
+
+
+def _difference(config: Config, checkpoint: Checkpoint, tokens: Sequence[int | None]) -> npt.NDArray[np.float32]:
+    """The head's row of the second token less that of the first, whose product is the log of their odds.
+
+    tokens: ids; the first one None: only the second one's row
+    """
+    model = config.model
+    if any((model.logits_softcap, model.logits_divisor, model.logits_scale, model.head_bias, model.channel_scales)):
+        raise UnsupportedError(f"the logits of model={model.name} are more than the head's; two tokens make no score")
     if config.load_dummy:
         return np.zeros((1, model.hidden), np.float32)
     rows = _read(checkpoint, f"{model.weights['embedding' if model.tied else 'head']}.weight", model)
-    return (rows[ids[1][0]] - rows[ids[0][0]])[None].numpy()
+    no, yes = tokens
+    if yes is None or max(yes, no or 0) >= len(rows):
+        raise CheckpointError(f"a score is made of the tokens {no} and {yes}, and the vocabulary has {len(rows)}")
+    return (rows[yes] if no is None else rows[yes] - rows[no])[None].numpy()
 
 
 def _read(checkpoint: Checkpoint, name: str, model: ModelConfig) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
+from atom.checkpoint.cross_encoder import read_cross_encoder
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_INDEX, map_file, read_file
 from atom.checkpoint.modules import reads_more
 from atom.checkpoint.tokenizer import Tokenizer
@@ -65,6 +66,8 @@ class FolderCheckpoint(Checkpoint):
         self._folder, self._fetch_names = folder, fetch_names
         self.config = with_modelopt(with_one_rope(with_inner_configs(read_config(folder))), folder)
         self.config |= read_pooling(folder)
+        if pairs := read_cross_encoder(folder, read_modules(folder), self.config):
+            self.config["cross_encoder"] = pairs
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}

@@ -18,6 +18,7 @@ import huggingface_hub
 from huggingface_hub import errors
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from atom.checkpoint.cross_encoder import logit_file
 from atom.checkpoint.folder import pooling_file, read_modules
 from atom.checkpoint.progress import SILENT, Progress, Task
 from atom.errors import AtomError, CheckpointError, UnreachableError, first_line
@@ -59,10 +60,11 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
         folder = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=counting_bar(task)
         )
-        if (pooling := pooling_file(read_modules(Path(folder)))) is not None:  # which stands in a folder of its own
+        modules = read_modules(Path(folder))
+        for path in filter(None, (pooling_file(modules), logit_file(modules))):  # which stand in folders of their own
             fetch = huggingface_hub.hf_hub_download
             with suppress(errors.EntryNotFoundError):
-                fetch(name, pooling, revision=Path(folder).name, tqdm_class=counting_bar(task))
+                fetch(name, path, revision=Path(folder).name, tqdm_class=counting_bar(task))
         return Path(folder)
 
 

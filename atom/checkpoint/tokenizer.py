@@ -192,6 +192,27 @@ class Tokenizer:
         """Render and encode a chat. Only the template has the special tokens: none is added."""
         return self.prepare_chat(messages, **template_values)[1]
 
+    def encode_messages(
+        self, messages: list[dict[str, Any]], shown: list[str], *, check: Callable[[int], object] = bool, **values: Any
+    ) -> list[int]:
+        """As `encode_chat`, but the template gets the messages as they are. RequestError if it leaves out a text.
+
+        shown: the texts that have to be in the prompt
+        check: as in `encode`
+        """
+        broken, variables, texts = map(self._break_special, (messages, values, shown))
+        error: RequestError | None = None
+        for each in (broken, [message | {"content": as_parts(message["content"])} for message in broken]):
+            try:
+                prompt = self.render_chat(each, **variables)
+            except RequestError as raised:
+                error = error or raised
+                continue
+            if all(text.strip() in prompt for text in texts):
+                return self._encode_parts(prompt.split(BREAK), check)
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise error or RequestError(f"the chat template does not show the texts of messages of the roles {roles}")
+
     def prepare_chat(
         self,
         messages: list[dict[str, Any]],
@@ -220,7 +241,10 @@ class Tokenizer:
             prompt = cut_after_content(prompt, rendered[-1].get("content") or "")
         prompt = cut(prompt + self._break_special(prefill))
         parts = prompt.split(BREAK)
-        return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
+        return "".join(parts), self._encode_parts(parts, check)
+
+    def _encode_parts(self, parts: list[str], check: Callable[[int], object]) -> list[int]:
+        return [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
 
     def _render_parts(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
         """Render a chat, its texts as lists of one part if the template knows only these."""
@@ -249,6 +273,10 @@ class Tokenizer:
             control=self._control,
             bounds=self._bounds,
         )
+
+    def named_template(self, name: str) -> str | None:
+        """The text of a chat template; None if there is none of this name."""
+        return self._templates.get(name)
 
     @cached_property
     def template_text(self) -> str:

@@ -714,7 +714,7 @@ class HTTPConfig:
 class PoolerConfig:
     pooling_type: str | None = one_of("auto", None, "LAST", "MEAN")  # of embeddings; auto: as in 1_Pooling; null: none
     normalize: bool | None = None  # scale embeddings to the length 1; null: as modules.json says, else true
-    classifier_from_token: list[str] | None = None  # [no, yes]: a score is how much likelier yes follows a text
+    classifier_from_token: list[str] | None = None  # [no, yes]: how much likelier yes follows a text; [yes]: its logit
 
 
 @dataclass
@@ -893,7 +893,14 @@ class Config:
     @property
     def classifies(self) -> bool:
         """Whether the model scores labels, or one by two tokens."""
-        return self.model.classifier is not None or self.serve.pooler_config.classifier_from_token is not None
+        by_token = self.serve.pooler_config.classifier_from_token is not None or "tokens" in self.cross_encoder
+        return self.model.classifier is not None or by_token
+
+    @property
+    def cross_encoder(self) -> dict[str, Any]:
+        """How the checkpoint scores pairs, as of `checkpoint.cross_encoder`; {} if its files do not say."""
+        found = self.hf.get("cross_encoder")
+        return found if isinstance(found, dict) else {}
 
     @property
     def served_names(self) -> list[str]:

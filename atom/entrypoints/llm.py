@@ -202,10 +202,19 @@ class LLM:
         return [ClassificationRequestOutput(ClassificationOutput(each["probs"])) for each in found]
 
     def score(
-        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """The score of each pair, see `LLMEngine.score`. use_tqdm: as in `embed`"""
-        return [ScoringRequestOutput(ScoringOutput(each)) for each in self.llm_engine.score(data_1, data_2)]
+        found = self.llm_engine.score(
+            data_1, data_2, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+        )
+        return [ScoringRequestOutput(ScoringOutput(each)) for each in found]
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.llm_engine.tokenizer

@@ -48,7 +48,7 @@ VLLM_REFUSED = {
     "start the command under numactl": "numa-bind numa-bind-nodes numa-bind-cpus",
     "vLLM's environment variables are not read, but for VLLM_API_KEY; leave it out": "fail-on-environ-validation",
     "set the model's own field with --set, as --set model.attention.rope.theta=1e6": """
-        hf-overrides rope-scaling rope-theta""",
+        rope-scaling rope-theta""",
     "set the model's own field: --set model.attention.window=null": "disable-sliding-window",
     "kernels are chosen call by call; job.stage=select_kernels shows which": """
         attention-backend attention-config -ac disable-cascade-attn override-attention-dtype moe-backend linear-backend

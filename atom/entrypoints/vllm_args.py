@@ -54,6 +54,7 @@ REASONING_PARSERS = {  # vLLM's name -> the markers around what is thought
     "mistral": ["[THINK]", "[/THINK]"],
     "seed_oss": ["<seed:think>", "</seed:think>"],
 }
+RERANKER_OVERRIDES = ("architectures", "classifier_from_token", "is_original_qwen3_reranker", "method", "num_labels")
 HARMONY = "openai_gptoss"  # vLLM's name for reasoning in channels
 TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_calls are taken too
     "hermes": "tagged_json",
@@ -172,6 +173,17 @@ def write_pooler_config(text: str) -> list[str]:
     return [override(f"serve.pooler_config.{key}", value) for key, value in found.items()]
 
 
+def write_hf_overrides(text: str) -> list[str]:
+    """The tokens that a reranker is scored by; vLLM needs a class of its own for that, and a method."""
+    name = f"--hf-overrides={text}"
+    values = read_object(name, text)
+    if unknown := next((key for key in values if key not in RERANKER_OVERRIDES), None):
+        fix = "set the model's own field with --set, as --set model.attention.rope.theta=1e6"
+        raise ConfigError(f"{name}: {unknown} is not read (known: {', '.join(RERANKER_OVERRIDES)}); {fix}")
+    tokens = values.get("classifier_from_token")
+    return [] if tokens is None else [override("serve.pooler_config.classifier_from_token", tokens)]
+
+
 def choose(flag_name: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ConfigError(f"{flag_name}={name}: there is no such choice; choices: {', '.join(known)}")
@@ -277,6 +289,13 @@ class VLLMArgs(EngineArgs):
         "JSON with pooling_type, LAST or MEAN, and normalize; counts after --runner",
         read=json_text,
         write=write_pooler_config,
+    )
+    hf_overrides: str | None = vllm_flag(
+        "serve.pooler_config.classifier_from_token",
+        "JSON whose classifier_from_token names the tokens of a reranker, [no, yes]",
+        of=BOTH,
+        read=json_text,
+        write=write_hf_overrides,
     )
     enable_sleep_mode: bool | None = vllm_flag("serve.enable_sleep_mode", "serve /sleep, /wake_up and /is_sleeping")
     cpu_offload_params: tuple[str, ...] | None = vllm_flag(

@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
+from atom.pair_prompts import PairTemplate
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
 from atom.serve.engine.client import EngineState
@@ -66,6 +68,13 @@ class Context:
         self._prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
         self._logged: set[str] = set()  # what `log_once` has logged
+
+    @cached_property
+    def pair_template(self) -> PairTemplate | None:
+        """What makes one prompt of a query and a document; None: they follow one another."""
+        http = self.config.serve.http
+        template = self.need_tokenizer().chat_template if http.chat_template is not None else None
+        return PairTemplate.find(self.config, self.tokenizer, template, http.chat_template_kwargs)
 
     @property
     def names(self) -> list[str]:

@@ -28,7 +28,6 @@ INSTEAD = {
     "guided_whitespace_pattern": LLGUIDANCE,
     "include_reasoning": "reasoning is always in reasoning_content; leave it out",
     "is_3d_lora_weight": "experts' adapters are read as PEFT writes them, with the server's serve.lora_experts=true",
-    "instruction": "no template is applied to texts that are compared; write it into the query",
     "kv_transfer_params": NO_TRANSFER,
     "length_penalty": NO_BEAMS,
     "load_inplace": "unload the adapter first, by POST /v1/unload_lora_adapter; leave it out",

@@ -89,6 +89,8 @@ MEANS: dict[str, list[str]] = {
     "-tp 2 -pp 3": ["parallel.tensor=2", "parallel.pipeline=3"],
     "--disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
     "--runner pooling": ["serve.pooler_config.pooling_type=LAST"],
+    '--hf-overrides \'{"architectures":["Qwen3ForSequenceClassification"],"classifier_from_token":["no","yes"],'
+    '"is_original_qwen3_reranker":true}\'': ["serve.pooler_config.classifier_from_token=['no','yes']"],
     "--task embed --pooler-config '{\"seq_pooling_type\":\"MEAN\",\"use_activation\":false}'": [
         "serve.pooler_config.pooling_type=LAST",
         "serve.pooler_config.pooling_type='MEAN'",
@@ -179,6 +181,7 @@ WRONG = {
     "bench serve --model x": "write python -m atom.benchmarks.benchmark_serving for vllm bench serve",
     "--modle x": "unrecognized arguments: --modle (did you mean --model?)",
     "--runner draft": "draft: a decoder's embeddings and labels are served, and its text; give pooling, or embed",
+    "--hf-overrides.rope_theta 5": "rope_theta is not read (known: architectures, classifier_from_token",
     '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
     "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read (known: pooling_type, normalize",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",

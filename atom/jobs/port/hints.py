@@ -31,7 +31,7 @@ GENERAL = {  # of config.json, of no use to a model's text
     ),
     *("transformers_version", "use_cache", "initializer_range", "_name_or_path", "quantization_config", "text_config"),
     *("vision_config", "sentence_transformers", "tie_word_embeddings", "vocab_size", "output_router_logits"),
-    *("router_aux_loss_coef", "pretraining_tp", "rope_parameters", "gguf_architecture"),
+    *("cross_encoder", "router_aux_loss_coef", "pretraining_tp", "rope_parameters", "gguf_architecture"),
 }
 
 

@@ -55,6 +55,26 @@ class PooledResponder(Responder, Generic[BodyT]):
         options = request_options(self.body, self.pooler.pooling_type, classify=self.classifies)
         return EngineRequest(prompts, [params] * len(prompts), self.body.user, options)
 
+    @property
+    def max_tokens(self) -> int:
+        """Max tokens of an input."""
+        total = self.context.max_total_tokens
+        return min(self.context.config.serve.http.max_input_length or total, total)
+
+    @property
+    def limit(self) -> int | None:
+        """The tokens to which an input is cut, None: it is not. FieldError if it cannot be cut to so many."""
+        asked, most = self.body.truncate_prompt_tokens, self.max_tokens
+        limit = most if asked == -1 else asked
+        if limit is not None and not 0 < limit <= most:
+            raise FieldError("truncate_prompt_tokens", f"truncate_prompt_tokens={limit}: it is 1 to {most}, or -1")
+        return limit
+
+    def near(self, text: str, num_tokens: int) -> str:
+        """A beginning of a text that has at least so many tokens, short enough to be encoded; the text if it is."""
+        context = self.context
+        return text[: context.need_tokenizer().longest_token * min(num_tokens + CUT_TOKENS, context.max_input_length)]
+
     def fit(
         self, field: str, given: str | list[int], *, add_special_tokens: bool = True, max_tokens: int = 0
     ) -> list[int]:
@@ -62,12 +82,7 @@ class PooledResponder(Responder, Generic[BodyT]):
 
         max_tokens: of a text, without special tokens; 0: all
         """
-        context = self.context
-        most = min(context.config.serve.http.max_input_length or context.max_total_tokens, context.max_total_tokens)
-        asked = self.body.truncate_prompt_tokens
-        limit = most if asked == -1 else asked
-        if limit is not None and not 0 < limit <= most:
-            raise FieldError("truncate_prompt_tokens", f"truncate_prompt_tokens={limit}: it is 1 to {most}, or -1")
+        context, most, limit = self.context, self.max_tokens, self.limit
         if isinstance(given, str):
             tokens = self._encode(given, limit, max_tokens, has_special=add_special_tokens)
         else:
@@ -85,7 +100,7 @@ class PooledResponder(Responder, Generic[BodyT]):
         context = self.context
         longest = min(filter(None, (limit, max_tokens)), default=None)
         if longest is not None:
-            text = text[: context.need_tokenizer().longest_token * min(longest + CUT_TOKENS, context.max_input_length)]
+            text = self.near(text, longest)
         tokens = context.encode(text, add_special_tokens=has_special)
         if longest is None or len(tokens) <= longest:
             return tokens

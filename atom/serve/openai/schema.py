@@ -496,6 +496,8 @@ class ClassifyRequest(PooledRequest):
 class ComparisonRequest(PooledRequest):
     max_tokens_per_query: Count | None = Field(None, description="the first tokens of a query that count; 0: all")
     max_tokens_per_doc: Count | None = Field(None, description="the first tokens of a document that count; 0: all")
+    instruction: Text | None = Field(None, description="of a reranker's template: what to look for")
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of a reranker's template")
 
 
 class ScoreRequest(ComparisonRequest):

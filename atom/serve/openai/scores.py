@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from atom.embeddings import check_labels, probabilities, similarities
+from atom.pair_prompts import PairTemplate, first_tokens
 from atom.serve.context import Context
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError
@@ -53,14 +54,37 @@ class Comparison(PooledResponder[ComparisonT]):
         """The inputs of texts. first, second: their fields"""
         limits = self.body.max_tokens_per_query or 0, self.body.max_tokens_per_doc or 0
         self._num_first = len(left)
+        template = self.context.pair_template
+        for name in ("instruction", "chat_template_kwargs"):
+            if template is None and getattr(self.body, name) is not None:
+                raise FieldError(name, "no template makes one prompt of these texts; write it into the query")
         if not self.classifies:
             queries = [self.fit(first, text, max_tokens=limits[0]) for text in left]
             return queries + [self.fit(second, text, max_tokens=limits[1]) for text in right]
         check_labels(self.context.config, 1)
-        if any(limits):
-            raise FieldError("max_tokens_per_doc", "a classifier reads both texts as one; set truncate_prompt_tokens")
+        left, right = self._first(left, limits[0]), self._first(right, limits[1])
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        return [self.fit(second, query + text) for query, text in pairs]
+        if template is None:
+            return [self.fit(second, query + text) for query, text in pairs]
+        return [self.fill(template, second, query, text) for query, text in pairs]
+
+    def fill(self, template: PairTemplate, field: str, query: str, document: str) -> list[int]:
+        """The tokens of a pair in a template, of which the document is cut where the body says so."""
+        context, body = self.context, self.body
+        limit = self.limit
+        if limit is not None:
+            document = self.near(document, limit)
+        context.cut(query + document)
+        values: dict[str, Any] = {} if body.instruction is None else {"instruction": body.instruction}
+        values |= body.chat_template_kwargs or {}
+        return self.fit(field, template.encode(query, document, values, limit=limit, check=context.check_count))
+
+    def _first(self, texts: list[str], number: int) -> list[str]:
+        """The beginning of texts that so many tokens spell; 0: all of them."""
+        if not number:
+            return texts
+        tokenizer = self.context.need_tokenizer()
+        return [first_tokens(tokenizer, self.near(text, number), number) for text in texts]
 
     def scores(self, choices: list[Choice]) -> list[float]:
         vectors = [vector_of(each.embedding) for each in choices]

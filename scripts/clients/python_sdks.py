@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +29,9 @@ TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220", "259"), -100),
 
 
 QUESTION, ANSWER = "What is 2 + 3?", "It is 5."  # of the loop over the script
+# a session as Claude Code has them, written by hand: blocks of system, 20 tools, cache_control, results, an error
+SESSION = Path(__file__).with_name("claude_session.json")
+DOCUMENTS = ["It is a cat.", "Bread", "Which animal is it?"]  # for ASKED
 
 
 class Server(NamedTuple):
@@ -94,6 +98,36 @@ def try_anthropic(server: Server) -> None:
     tools = [anthropic.beta_tool(add)]
     ended = client.beta.messages.tool_runner(model=MODEL, max_tokens=99, messages=messages, tools=tools).until_done()
     assert ended.content[-1].text == ANSWER, ended.content
+    try_claude_session(server)
+
+
+def try_claude_session(server: Server) -> None:
+    import anthropic
+
+    session = json.loads(SESSION.read_text())
+    betas: Any = ["claude-code-20250219", "interleaved-thinking-2025-05-14"]
+    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+    cached = []
+    for number in (1, 3, 5):
+        asked = session | {"messages": session["messages"][:number], "thinking": {"type": "disabled"}}
+        counted = {name: value for name, value in asked.items() if name != "metadata"}
+        num_tokens = client.beta.messages.count_tokens(model=MODEL, betas=betas, **counted).input_tokens
+        with client.beta.messages.stream(model=MODEL, betas=betas, max_tokens=8, **asked) as stream:
+            usage = stream.get_final_message().usage
+        cached.append(usage.cache_read_input_tokens)
+        assert usage.input_tokens + usage.cache_creation_input_tokens + cached[-1] == num_tokens, usage
+    assert 1000 < cached[1] < cached[2], cached
+    client = anthropic.Anthropic(base_url=server.script, api_key=KEY, max_retries=0)
+    asked = session | {"messages": session["messages"][:1], "max_tokens": 32000, "betas": betas, "model": MODEL}
+    asked |= {"thinking": {"type": "enabled", "budget_tokens": 31999}}
+    with client.beta.messages.stream(**asked) as stream:
+        answer = stream.get_final_message()
+    assert [block.type for block in answer.content] == ["thinking", "tool_use"] and answer.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": answer.content[1].id, "content": [{"type": "text", "text": "5"}]}
+    blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+    asked["messages"] += [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    with client.beta.messages.stream(**asked) as stream:
+        assert stream.get_final_text() == ANSWER
 
 
 def try_langchain_openai(server: Server) -> None:
@@ -194,6 +228,48 @@ def try_litellm(server: Server) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": add(**json.loads(call.function.arguments))}
     there["messages"] += [message, result]
     assert litellm.completion(**there).choices[0].message.content == ANSWER
+    for name, url in (
+        ("hosted_vllm", server.url),
+        ("jina_ai", f"{server.url}/v1/rerank"),
+        ("cohere", f"{server.url}/v1/rerank"),
+    ):
+        asked = {"query": ASKED, "documents": DOCUMENTS, "top_n": 2, "api_base": url, "api_key": KEY}
+        check_ranked([each["index"] for each in litellm.rerank(model=f"{name}/{MODEL}", **asked).results], server)
+    asked = {"api_base": f"{server.url}/v1", "api_key": KEY, "max_tokens": 8, "temperature": 0}
+    made = litellm.batch_completion(model=f"hosted_vllm/{MODEL}", messages=[messages, messages, messages], **asked)
+    assert [each.usage.completion_tokens for each in made] == [8] * 3, made
+
+
+def try_cohere(server: Server) -> None:
+    import cohere
+
+    for client in (cohere.Client(KEY, base_url=server.url), cohere.ClientV2(KEY, base_url=server.url)):
+        ranked = client.rerank(model=MODEL, query=ASKED, documents=DOCUMENTS, top_n=2).results
+        check_ranked([each.index for each in ranked], server)
+
+
+def try_dify(server: Server) -> None:
+    """The model that Dify has for servers that speak OpenAI's API."""
+    from dify_plugin.interfaces.model.openai_compatible.rerank import OAICompatRerankModel
+
+    model = OAICompatRerankModel([])
+    asked = {"endpoint_url": f"{server.url}/v1", "api_key": KEY}
+    ranked = model._invoke(MODEL, asked, ASKED, DOCUMENTS, top_n=2).docs
+    check_ranked([each.index for each in ranked], server)
+    assert [each.text for each in ranked] == [DOCUMENTS[each.index] for each in ranked]
+
+
+def check_ranked(found: list[int], server: Server) -> None:
+    """Compare the first two documents with those of the most similar embeddings."""
+    request = urllib.request.Request(
+        f"{server.url}/v1/embeddings",
+        json.dumps({"input": [ASKED, *DOCUMENTS]}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        query, *others = [each["embedding"] for each in json.load(answer)["data"]]
+    similar = [sum(a * b for a, b in zip(query, each, strict=True)) for each in others]
+    assert found == sorted(range(len(similar)), key=lambda at: -similar[at])[:2], (found, similar)
 
 
 def try_guidellm(server: Server) -> None:
@@ -252,6 +328,8 @@ CLIENTS: dict[str, Callable[[Server], None]] = {
     "openai-agents": try_openai_agents,
     "instructor": try_instructor,
     "litellm": try_litellm,
+    "cohere": try_cohere,
+    "dify-plugin": try_dify,
     "guidellm": try_guidellm,
     "vllm": try_vllm,
 }

@@ -18,7 +18,7 @@ AI_SDK = ("@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "@
 CALL = '<think>\nI add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TURNS = [CALL, "It is 5."]
 LIBRARY = "streams, tools, objects, loop"
-TRIED = {"guidellm": "synchronous requests", "vllm": "vllm bench serve"}
+TRIED = {"guidellm": "synchronous requests", "vllm": "vllm bench serve", "cohere": "rerank", "dify-plugin": "rerank"}
 
 
 def try_python(name: str, python: Path, url: str, checkpoint: Path, records: Path) -> Verdict:

@@ -14,6 +14,8 @@ PYTHON = {
     "langchain-openai": "1.7.4",
     "instructor": "1.17.0",
     "litellm": "1.110.2",
+    "cohere": "7.3.1",
+    "dify-plugin": "0.7.4",
     "guidellm": "0.8.1",
     "vllm": "0.33.0",
 }

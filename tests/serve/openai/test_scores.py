@@ -75,6 +75,18 @@ def test_documents_are_ranked_and_only_the_first_are_returned(post: Post, states
     assert len(post("/rerank", query=QUERY, documents=DOCUMENTS, top_n=9)["results"]) == 4
 
 
+def test_open_webui_and_dify_get_what_they_read(server: Server, states: Any):
+    """The bodies of open_webui/retrieval/models/external.py, and of dify_plugin's openai_compatible/rerank.py."""
+    expected = cosine_similarity(states([QUERY]), states(DOCUMENTS)).tolist()
+    body: dict[str, Any] = {"model": "talker", "query": QUERY, "documents": DOCUMENTS}
+    headers = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "J%20D", "X-OpenWebUI-User-Role": "user"}
+    for more in ({"top_n": len(DOCUMENTS)}, {"top_n": None, "return_documents": True}):
+        answer = httpx.post(f"{server.url}/v1/rerank", json=body | more, headers=headers, timeout=60)
+        results = sorted(answer.raise_for_status().json()["results"], key=lambda each: each["index"])
+        assert [each["relevance_score"] for each in results] == pytest.approx(expected, abs=1e-4)
+        assert [each["document"]["text"] for each in results] == DOCUMENTS
+
+
 def test_the_first_tokens_of_a_text_count(post: Post, states: Any):
     cut = cosine_similarity(states([QUERY], 3), states(DOCUMENTS, 3)).tolist()
     whole = cosine_similarity(states([QUERY]), states(DOCUMENTS, 2)).tolist()

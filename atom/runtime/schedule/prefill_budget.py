@@ -87,11 +87,11 @@ class PrefillBudget:
 
 
 def chunk_sizes(unit: int, max_tokens: int) -> list[int]:
-    """Ascending tokens of a chunk: multiples of a unit, and of a larger power of two of it the more there are.
+    """Ascending tokens of a chunk, from a unit on: a quarter more at most, multiples of a power of two that grows.
 
-    So a chunk ends with a block and, the more tokens it has, with a tile of a GEMM; the steps are 8 to 25%.
+    So the more tokens there are, the larger are the tiles of GEMMs that they fill.
     """
-    sizes, step = [min(unit, max_tokens)], unit
+    sizes, step = [min(unit, max_tokens)], max(unit // 4, 1)
     while sizes[-1] + step <= max_tokens:
         sizes.append(sizes[-1] + step)
         if sizes[-1] >= 8 * step:

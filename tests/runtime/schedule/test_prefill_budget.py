@@ -125,7 +125,7 @@ def test_chunks_grow_from_the_first_ones_as_steps_are_measured() -> None:
 
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, MIN_TOKENS), (16, 16), (24, 24), (64, 64)])
 def test_a_prompt_advances_by_a_block_though_decodes_exceed_the_latency(block_size: int, chunk: int) -> None:
-    world = World(0.005, block_size=block_size)
+    world = World(0.005, block_size=block_size, times=(0.010, 4e-4, 0))
     world.add("a", 8)
     world.step(10)
     turn = world.add("b", 480)
@@ -202,10 +202,11 @@ def test_groups_that_step_together_are_limited_by_the_decodes_of_any() -> None:
     assert max(lengths) <= 0.030 and now - began < 0.030 * 3000 / 150
 
 
-def test_chunks_end_with_blocks_and_long_ones_with_tiles() -> None:
+def test_sizes_of_chunks_differ_by_a_quarter_at_most() -> None:
     sizes = chunk_sizes(16, 1000)
-    assert sizes[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 160] and sizes[-3:] == [768, 896, 1000]
-    assert chunk_sizes(64, 40) == [40] and chunk_sizes(24, 100) == [24, 48, 72, 96, 100]
+    assert sizes[:9] == [16, 20, 24, 28, 32, 40, 48, 56, 64] and sizes[-3:] == [768, 896, 1000]
+    assert all(after <= 1.25 * before for before, after in pairwise(sizes))
+    assert chunk_sizes(64, 40) == [40] and chunk_sizes(24, 50) == [24, 30, 36, 42, 48, 50]
 
 
 def test_time_without_steps_is_no_step() -> None:

@@ -26,7 +26,7 @@ HINGES = (64, 256, 1024, 4096)  # rows beyond which a row may cost more
 NUM_KEPT = 32  # newest steps of about the same rows
 HALF_LIFE = 64  # later steps after which one counts half; of those with prompts, and of those without
 MAX_AGE = 1024  # after which it is forgotten
-REFIT_EVERY = 8  # steps, earlier while few are known
+REFIT_EVERY = 16  # steps, earlier while few are known
 NUM_REWEIGHTS = 5
 SMALL_ERROR = 0.02  # relative; smaller ones count by their squares
 QUANTILE, MAX_SPREAD = 0.9, 2.0  # of steps up to HALF_LIFE
@@ -56,6 +56,7 @@ def load_of(plan: Plan) -> StepLoad:
 
 class _Measured(NamedTuple):
     load: StepLoad
+    features: tuple[float, ...]
     seconds: float
     number: int  # of steps with prompts, or of those without
 
@@ -78,7 +79,7 @@ class StepCosts:
         """Take the time of a step."""
         has_prompts, size = load.num_prompt > 0, (load.num_decodes + load.num_prompt).bit_length()
         steps = self._measured.setdefault((size, has_prompts), deque(maxlen=NUM_KEPT))
-        steps.append(_Measured(load, seconds, self._num_steps[has_prompts]))
+        steps.append(_Measured(load, _features(load), seconds, self._num_steps[has_prompts]))
         self._num_steps[has_prompts] += 1
         self.max_prompt = max(self.max_prompt, load.num_prompt)
         self._num_new += 1
@@ -100,7 +101,7 @@ class StepCosts:
             return
         self._num_fitted = len(known)
         seconds = np.array([each.seconds for each in known])
-        features = np.array([_features(each.load) for each in known])
+        features = np.array([each.features for each in known])
         units = np.maximum(features.max(axis=0), 1e-9)
         ages = np.array([self._num_steps[each.load.num_prompt > 0] - each.number for each in known])
         scales = np.maximum(seconds, self._typical_seconds)

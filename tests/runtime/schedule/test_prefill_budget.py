@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -27,6 +29,14 @@ def seconds_of(plan: Plan, times: tuple[float, float, float] = TIMES) -> float:
     return step + row * (load.num_decodes + load.num_prompt) + context * load.context
 
 
+def on_gpu(plan: Plan, rng: random.Random) -> float:
+    """As of 8 billion parameters on a GPU: up to 136 rows take as long as reading the weights; a step in 200 is late."""
+    load = load_of(plan)
+    weights, rows = 0.006, 0.003 + 2.2e-5 * (load.num_decodes + load.num_prompt)
+    seconds = max(weights, rows) + 1.5e-8 * load.context + 2.2e-10 * load.attended + 3e-4 * (load.num_prompt > 0)
+    return seconds * rng.uniform(0.97, 1.05) * (1 if rng.random() > 0.005 else 1.5)
+
+
 class World:
     """A scheduler whose steps run ahead by `run_ahead`; `steps` has each step's decodes, prompt tokens and seconds."""
 
@@ -38,8 +48,10 @@ class World:
         num_stages: int = 1,
         block_size: int = BLOCK,
         times: tuple[float, float, float] = TIMES,
+        clock: Callable[[Plan], float] | None = None,
     ) -> None:
         self.now, self.times, self.run_ahead = 0.0, times, run_ahead
+        self.clock = clock or (lambda plan: seconds_of(plan, self.times))
         self.rng = random.Random(3)
         budget = None
         if max_itl is not None:
@@ -65,7 +77,7 @@ class World:
             while len(self.pending) <= self.run_ahead and (plan := self.scheduler.schedule()).rows:
                 self.pending.append(plan)
             plan = self.pending.popleft()
-            seconds = seconds_of(plan, self.times)
+            seconds = self.clock(plan)
             self.now += seconds
             num_samples = sum(row.samples for row in plan.rows)
             self.scheduler.commit(
@@ -88,6 +100,27 @@ class World:
                 self.step()
 
 
+def serve_turns(world: World, num_agents: int, num_turns: int) -> list[float]:
+    """Agents send 1,500 tokens, read 100, think for a second, and so on: the seconds to each first token."""
+    waiting = [(world.rng.uniform(0, 3), agent, 0) for agent in range(num_agents)]
+    running: dict[Sequence, tuple[float, int, int]] = {}
+    first: list[float] = []
+    while waiting or running:
+        for turn in sorted(each for each in waiting if each[0] <= world.now):
+            waiting.remove(turn)
+            running[world.add(f"{turn[1]}-{turn[2]}", 1500, max_tokens=100)] = turn
+        if not running:
+            world.now = min(waiting)[0]
+            continue
+        world.step()
+        for sequence in [each for each in running if each.finish_reason is not None]:
+            start, agent, number = running.pop(sequence)
+            first.append(world.times_of[sequence.id][0] - start)
+            if number + 1 < num_turns:
+                waiting.append((world.now + 1.0, agent, number + 1))
+    return sorted(first)
+
+
 def latencies(world: World) -> list[float]:
     return sorted(after - before for times in world.times_of.values() for before, after in pairwise(times))
 
@@ -103,6 +136,18 @@ def test_decodes_keep_their_latency_while_prompts_use_what_it_leaves(run_ahead: 
     without = World(None, run_ahead=run_ahead)
     without.serve_agents()
     assert latencies(without)[-1] > 0.150, "1,500 tokens in one step"
+
+
+def test_agents_on_a_gpu_wait_evenly_in_the_same_time() -> None:
+    """docs/lab/2026-11-30-prefill-budget.md has the figures of more turns and limits."""
+    without, limited = (
+        World(limit, run_ahead=1, clock=partial(on_gpu, rng=random.Random(1))) for limit in (None, 0.020)
+    )
+    for world in (without, limited):
+        serve_turns(world, 32, 2)
+    p99, before = (late[int(0.99 * len(late))] for late in map(latencies, (limited, without)))
+    assert p99 <= 0.020 < before / 3
+    assert limited.now < 1.03 * without.now, "prompts ride along while decodes read weights"
 
 
 def test_prompts_have_the_whole_step_if_nothing_decodes() -> None:

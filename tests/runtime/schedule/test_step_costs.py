@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from atom.runtime.schedule.step_costs import MAX_AGE, StepCosts, StepLoad, load_of
+from atom.runtime.schedule.step_costs import MAX_AGE, REFIT_EVERY, StepCosts, StepLoad, load_of
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ def test_a_size_that_was_not_seen_for_long_is_forgotten() -> None:
         costs.observe(StepLoad(2, 200, 64, 640), 0.01)
     costs.predict(StepLoad())
     assert costs.max_prompt == 8000
-    for _ in range(8):
+    for _ in range(REFIT_EVERY):
         costs.observe(StepLoad(2, 200, 64, 640), 0.01)
     costs.predict(StepLoad())
     assert costs.max_prompt == 64

@@ -482,7 +482,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "passes.", "advanced.")
-    set_by_load = {"job.kind", "hf", "generation", "overrides", "config_dirs", "draft"}
+    set_by_load = {"job.kind", "hf", "generation", "overrides", "config_dirs", "draft", "other_models"}
     own = {key for key in keys(Config) if not key.startswith(elsewhere)} - set_by_load
     assert own <= listed and "generation" not in listed
     assert not [each for each in listed if each.startswith(elsewhere)], "what hardly anyone sets"

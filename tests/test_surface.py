@@ -120,6 +120,7 @@ serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space k
 serve: enable_prefix_caching state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize classifier_from_token
 serve: scheduler_delay_factor max_itl_ms method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
+serve: models max_awake idle_sleep_seconds idle_sleep_level
 serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body
@@ -130,7 +131,7 @@ job: a b bound bisect save_draft check max_inflight num_prompts input_len output
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection reasoning tool_calls
-: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft
+: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft other_models
 """
 
 MODEL_FILES = """

@@ -137,6 +137,18 @@ def check_sleep(config: Config) -> None:
         raise UnsupportedError(f"{sleep_mode} drops KV, and serve.swap_space keeps it: set one of them")
 
 
+def check_models(serve: ServeConfig) -> None:
+    """Check that what is said of models that sleep has an effect."""
+    if serve.max_awake is not None and not serve.models:
+        raise ConfigError(f"serve.max_awake={serve.max_awake} is of several models; set serve.models, or leave it out")
+    if (level := serve.idle_sleep_level) is None:
+        return
+    if not serve.enable_sleep_mode:
+        raise ConfigError(f"serve.idle_sleep_level={level} needs serve.enable_sleep_mode=true; set both")
+    if serve.idle_sleep_seconds is None and not serve.models:
+        raise ConfigError(f"serve.idle_sleep_level={level}: set serve.idle_sleep_seconds, after which the model sleeps")
+
+
 def check_offload(config: Config, device: str) -> None:
     """Check that weights which stay in host memory are read by a GPU."""
     if (names := config.serve.cpu_offload_params) and device == "cpu":

@@ -35,6 +35,7 @@ from atom.config.overrides import SECRET, is_for_sweep, rewrite, same_option
 from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig
 from atom.config.schema_keys import keys, types_of
+from atom.config.several import check_served_names, naming_entry, split_models
 from atom.config.spelling import ALIASES, HIDDEN, did_you_mean, is_secret, override, spelled
 from atom.config.tied_head import settle_head
 from atom.config.tool_formats import read_format
@@ -49,15 +50,32 @@ ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: 
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
     """Load the configuration of these overrides; `config_dirs` hold the user's files, besides conf/.
 
-    Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
+    Of serve.models, it is that of the first; `load_models` loads all. Of a hub id, only the description is downloaded.
+    Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
     check_config_dirs(config_dirs)
     with naming_recipes(overrides, config_dirs):
-        config = load_model(overrides, config_dirs)
+        first, *others = split_models(overrides, config_dirs)
+    with naming_entry(first.text), naming_recipes(first.overrides, config_dirs):
+        config = load_model(first.overrides, config_dirs)
+    if config.serve.models and not first.text:
+        raise ConfigError("serve.models is read from the command line and from recipes only; write serve.models=[…]")
+    config = replace(config, other_models=[each.overrides for each in others])
     if config.model.eagle3 is not None:
         raise ConfigError(f"model={config.model.name} drafts for a model; name its checkpoint in serve.draft_model")
     return replace(config, draft=load_draft(config, config_dirs))
+
+
+def load_models(config: Config) -> list[Config]:
+    """The configurations of all models of serve.models, of which `load` has given the first."""
+    configs = [config]
+    for text, overrides in zip(config.serve.models[1:], config.other_models, strict=True):
+        with naming_entry(text):
+            own = load_model(overrides, config.config_dirs)
+            configs.append(replace(own, draft=load_draft(own, config.config_dirs)))
+    check_served_names(configs)
+    return configs
 
 
 def load_draft(config: Config, config_dirs: Sequence[str] = ()) -> ModelConfig | None:
@@ -99,6 +117,8 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
     if config.overrides or config.config_dirs:
         raise ConfigError("overrides is what the configuration is loaded from and cannot be set; set the fields")
+    if config.other_models:
+        raise ConfigError("other_models is read from serve.models and cannot be set; set that")
     if config.generation:
         raise ConfigError(
             "generation is the checkpoint's generation_config.json and cannot be set; set sampling's fields"

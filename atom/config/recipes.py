@@ -33,7 +33,7 @@ SHARED = re.compile(
     r"(job|model|quant|parallel|serve)=\w+"
     r"|((checkpoint|revision|dtype|device|level|seed|tune|load_dummy)"
     r"|(model|quant|sampling)\..+|parallel\.(tensor|data|experts|pipeline|replicas)|"
-    r"serve\.(?!http|torch_profiler_dir|kv_cache_dir)\w+"
+    r"serve\.(?!http|torch_profiler_dir|kv_cache_dir|models)\w+"
     r"|job\.(chat|num_prompts|input_len|output_len|num_warmups|num_iters|num_steps))=.*",
     re.DOTALL,
 )

@@ -22,6 +22,7 @@ from atom.config.checks import (
     check_http,
     check_kept,
     check_lora,
+    check_models,
     check_offload,
     check_passes,
     check_sleep,
@@ -63,6 +64,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_lora(config)
     check_offload(config, device)
     check_sleep(config)
+    check_models(serve)
     check_speculation(config)
     check_replicas(config)
     return replace(

@@ -18,7 +18,15 @@ from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptan
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
-SET_BY_LOAD = ("job.kind", "hf", "generation", "overrides", "config_dirs", "draft")  # keys that users cannot set
+SET_BY_LOAD = (
+    "job.kind",
+    "hf",
+    "generation",
+    "overrides",
+    "config_dirs",
+    "draft",
+    "other_models",
+)  # keys that users cannot set
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
@@ -747,6 +755,10 @@ class ServeConfig:
     prompt_lookup_min: int | None = number(None, 1, 16)  # min last tokens that ngram looks up; null: 2
     prompt_lookup_max: int | None = number(None, 1, 16)  # max last tokens, tried first; null: 4
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
+    models: list[str] = of("serve", field(default_factory=list))  # of several: of each a recipe or checkpoint, and more
+    max_awake: int | None = of("serve", number(None, 1, INT32))  # models awake at a time; null: as many as fit
+    idle_sleep_seconds: float | None = of("serve", number(None, 0, above=True))  # before a model sleeps; null: never
+    idle_sleep_level: int | None = of("serve", one_of(None, 1, 2))  # as of /sleep; null: its processes end
     cpu_offload_params: list[str] = field(default_factory=list)  # tables in host memory, as embed_tokens_per_layer
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
     enable_lora: bool = False  # reserve memory for adapters; the three fields below imply it
@@ -889,6 +901,7 @@ class Config:
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
     config_dirs: list[str] = field(default_factory=list)  # of the user's files, set by load
     draft: ModelConfig | None = None  # of serve.draft_model, set by load
+    other_models: list[list[str]] = field(default_factory=list)  # overrides of serve.models but the first, set by load
 
     @property
     def classifies(self) -> bool:

@@ -38,6 +38,8 @@ LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an 
     "--api-key-file": "serve.http.api_keys=@{}",
     "--ssl-key-file": "serve.http.ssl_keyfile={}",
     "--ssl-cert-file": "serve.http.ssl_certfile={}",
+    "--models-max": "serve.max_awake={}",
+    "--sleep-idle-seconds": "serve.idle_sleep_seconds={}",
     "--embedding --embeddings": "serve.pooler_config.pooling_type=LAST",
     "-fa --flash-attn -cb --cont-batching --jinja --mlock --no-mmap --no-warmup --metrics -b --batch-size": "",
 }

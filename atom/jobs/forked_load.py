@@ -51,7 +51,7 @@ def run_apart(argv: Sequence[str]) -> int | None:
         loaded = await_config()
         if loaded is None or loaded.config.job.kind != kind:
             return None
-        if engine is not None:
+        if engine is not None and loaded.config.serve.idle_sleep_seconds is None:
             engine.configure(loaded.config)  # and imports the server while the engine starts
         job = module_of(kind)
         print(loaded.said, end="", file=sys.stderr)

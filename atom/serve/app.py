@@ -82,18 +82,18 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     async def end_disconnected(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client has left
 
-    origins = http.cors
+    origins, shared, server_metrics = http.cors, context.shared, context.metrics.server
     guard = Guard(
-        app, tenants, context.metrics, origins, http.root_path, http.signature_seconds, signing_key, context.traces
+        app, tenants, server_metrics, origins, http.root_path, http.signature_seconds, signing_key, shared.traces
     )
 
     def admit(given: Sequence[Tenant]) -> None:
         found = guard.admit(given)
-        context.metrics.set_tenants(found)
-        context.are_several = len(found) > 1
+        server_metrics.set_tenants(found)
+        shared.are_several = len(found) > 1
 
     admit(tenants)
-    context.admit = admit
+    shared.admit = admit
     guarded: ASGIApp = guard
     if origins:
         guarded = CORSMiddleware(

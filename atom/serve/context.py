@@ -1,7 +1,8 @@
-"""Shared state of the routes: configuration, engines, tokenizer, metrics.
+"""State of the routes: of each model, and what models share.
 
 engines = Replicas(config)
 context = Context(config, engines, Metrics(engines))
+context.shared.find(tenant, "qwen")              # the context of one of several models
 tokens = await context.work(len(text), lambda: context.encode(text))
 params = sampling_params(body, context.config)
 """
@@ -25,7 +26,9 @@ from atom.pair_prompts import PairTemplate
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
 from atom.serve.engine.client import EngineState
+from atom.serve.engine.models import Models
 from atom.serve.engine.replicas import Replicas
+from atom.serve.engine.served_model import ServedModel
 from atom.serve.http.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.openai.response_store import ResponseStore
 from atom.serve.ops.metrics import Metrics
@@ -45,29 +48,90 @@ SHORT = 4096  # bytes of a body that are decoded or tokenized faster than a thre
 T = TypeVar("T")
 
 
-class Context:
-    def __init__(
-        self, config: Config, engines: Replicas, metrics: Metrics, prepare_seconds: float | None = None
-    ) -> None:
+class Shared:
+    """What the models of a server share."""
+
+    def __init__(self, config: Config, models: Models | None = None) -> None:
         """ConfigError if traces cannot be sent, or responses not stored.
 
+        models: None: one, that is always awake
+        """
+        http = config.serve.http
+        self.models = models
+        self.contexts: list[Context] = []  # of the models
+        self.traces = open_traces(http.otlp_traces_endpoint)
+        limit = http.response_store_bytes
+        self.responses = ResponseStore(config.cache_folder / "responses", limit) if limit else None
+        self.are_several = False  # several tenants, who take turns
+        self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
+        self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
+        self.logged: set[str] = set()  # what `log_once` has logged
+
+    def find(self, tenant: Tenant, model: str | None) -> Context:
+        """The context of the model that a request names; without a name, of the first that its tenant may use.
+
+        ModelNotFoundError if there is none, and there are several models; else `Context.model_for` decides.
+        """
+        if len(self.contexts) == 1:
+            return self.contexts[0]
+        named = {name: each for each in reversed(self.contexts) for name in each.names_for(tenant)}
+        if model in named:
+            return named[model]
+        first = next((each for each in self.contexts if each.names_for(tenant)), None)
+        if first is None or (model is not None and model not in ANY_MODEL):
+            known = ", ".join(name for each in self.contexts for name in each.names_for(tenant)) or "none"
+            raise ModelNotFoundError(f"the model {shown(str(model))!r} is not served here (served: {known})")
+        return first
+
+    def named(self, tenant: Tenant, model: str | None) -> list[Context]:
+        """The context of the model that a request names; without a name, of all."""
+        return self.contexts if model is None else [self.find(tenant, model)]
+
+    @property
+    def has_tokenizers(self) -> bool:
+        """Whether each model's tokenizer is open, or known to be missing."""
+        return all(each.has_tokenizer.is_set() for each in self.contexts)
+
+    async def await_tokenizers(self) -> None:
+        for each in self.contexts:
+            await each.has_tokenizer.wait()
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
+        if self.responses is not None:
+            self.responses.close()
+
+
+class Context:
+    def __init__(
+        self,
+        config: Config,
+        engines: Replicas,
+        metrics: Metrics,
+        prepare_seconds: float | None = None,
+        *,
+        shared: Shared | None = None,
+        served: ServedModel | None = None,
+    ) -> None:
+        """ConfigError of `Shared`.
+
         prepare_seconds: of a request, the wait for a thread included
+        shared: with the other models of the server; None: there is none
+        served: the model, if it may sleep
         """
         self.config = config
         self.engines = engines
         self.metrics = metrics
-        self.traces = open_traces(config.serve.http.otlp_traces_endpoint)
-        limit = config.serve.http.response_store_bytes
-        self.responses = ResponseStore(config.cache_folder / "responses", limit) if limit else None
-        self.tokenizer: Tokenizer | None = None  # before `is_ready`, and if the checkpoint has none
-        self.are_several = False  # several tenants, who take turns
-        self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
+        self.shared = Shared(config) if shared is None else shared
+        self.shared.contexts.append(self)
+        self.served = served
+        self.tokenizer: Tokenizer | None = None  # before `has_tokenizer`, and if the checkpoint has none
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self._prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
-        self._logged: set[str] = set()  # what `log_once` has logged
 
     @cached_property
     def pair_template(self) -> PairTemplate | None:
@@ -86,8 +150,19 @@ class Context:
         return model if model in self.engines.adapters else None
 
     @property
+    def responses(self) -> ResponseStore | None:
+        return self.shared.responses
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are several tenants, who take turns."""
+        return self.shared.are_several
+
+    @property
     def state(self) -> EngineState:
-        state = self.engines.state
+        """Whether requests may come: a model that sleeps is ready."""
+        models = self.shared.models
+        state = self.engines.state if models is None else models.accepts
         is_waiting = state is EngineState.READY and not self.has_tokenizer.is_set()
         return EngineState.LOADING if is_waiting else state
 
@@ -157,7 +232,7 @@ class Context:
         """Run slow work in a thread. RequestError if it takes too long."""
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), self._prepare_seconds)
+            return await asyncio.wait_for(loop.run_in_executor(self.shared.threads, work), self._prepare_seconds)
         except TimeoutError:
             raise RequestError(f"the request took more than {self._prepare_seconds:g} s to prepare") from None
 
@@ -216,16 +291,12 @@ class Context:
 
     def log_once(self, text: str) -> None:
         """Log what many requests would repeat."""
-        if text not in self._logged:
-            self._logged.add(text)
+        if text not in self.shared.logged:
+            self.shared.logged.add(text)
             LOG.warning("%s", text)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.traces is not None:
-            self.traces.close()
-        if self.responses is not None:
-            self.responses.close()
+        self.shared.close()
 
 
 def read_template(config: Config) -> str | None:

@@ -6,7 +6,6 @@ ROUTES = {
     "/chat/completions": "POST /v1/chat/completions",
     "/embedding": "POST /v1/embeddings",
     "/embeddings": "POST /v1/embeddings",
-    "/models": "GET /v1/models",
     "/props": "GET /v1/models or /server_info",
     "/slots": "GET /load or /metrics",
     "/api/chat": "POST /v1/chat/completions",

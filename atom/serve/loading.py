@@ -1,8 +1,7 @@
-"""Load the tokenizer, and report why engines could not load.
+"""Load the tokenizer while the engines load.
 
 open_tokenizer(context, template=None, fail=print)
 await context.has_tokenizer.wait()
-raise load_error(engines, "exit code 1")
 """
 
 from __future__ import annotations
@@ -15,23 +14,8 @@ from functools import partial
 
 from atom.checkpoint import Tokenizer
 from atom.config.checkpoint import open_for
-from atom.errors import (
-    ArtifactError,
-    AtomError,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    PassError,
-    UnsupportedError,
-)
 from atom.serve.context import Context
-from atom.serve.engine.replicas import Replicas
 from atom.serve.output.parsers import prepare_chats
-
-KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
-ERRORS = {each.__name__: each for each in KNOWN}
-CANNOT_LOAD = 2  # the exit code if the next start would fail in the same way
 
 
 def open_tokenizer(context: Context, template: str | None, fail: Callable[[Exception], object]) -> None:
@@ -72,15 +56,3 @@ def read_tokenizer(context: Context, template: str | None) -> Tokenizer | None:
     if tokenizer is not None:
         prepare_chats(config, tokenizer)
     return tokenizer
-
-
-def load_error(engines: Replicas, engine_end: str) -> AtomError:
-    """Why no engine has loaded. engine_end: how their processes have ended"""
-    failed = next((each.client.error for each in engines if each.client.error is not None), None)
-    if failed is None:
-        return EngineDeadError(f"{engines.reason} while it loaded ({engine_end})")
-    if failed.kind not in ERRORS:
-        return AtomError(f"{failed.kind}: {failed.error}")
-    error = ERRORS[failed.kind](failed.error)
-    error.exit_code = CANNOT_LOAD
-    return error

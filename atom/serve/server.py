@@ -5,7 +5,8 @@
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
 and so does one while the engines load. SIGHUP reads the files of keys and certificates anew. An engine that dies or
 hangs is started again while others serve (`atom.serve.engine.replicas`); if none does, the server ends with
-an exit code on which a supervisor restarts it.
+an exit code on which a supervisor restarts it. One of several models is started again when it is asked for
+(`atom.serve.engine.models`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,15 +37,16 @@ from atom.errors import AtomError, ConfigError
 from atom.process.gc_utils import settle
 from atom.serve.app import create_app
 from atom.serve.auth.tenants import read_tenants
-from atom.serve.context import Context, read_template
+from atom.serve.context import Context, Shared, read_template
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.events import wait_for_any
+from atom.serve.engine.models import Models
 from atom.serve.engine.process import WORKER, EngineProcess
-from atom.serve.engine.replicas import Replicas
 from atom.serve.http.protocol import limited_protocol
-from atom.serve.loading import load_error, open_tokenizer
+from atom.serve.loading import open_tokenizer
 from atom.serve.ops import log
 from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.server_metrics import ServerMetrics
 from atom.serve.ops.systemd import adopt, notify
 
 LOG = logging.getLogger("atom.serve")
@@ -92,18 +94,28 @@ def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class Server:
-    def __init__(self, config: Config, worker: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        worker: tuple[str, ...] = WORKER,
+        started: EngineProcess | None = None,
+        others: Sequence[Config] = (),
+    ) -> None:
         """ConfigError, with nothing started, if the keys or the template cannot be read, or the address is in use.
 
         worker: the command of an engine's process
         started: the first engine's process
+        others: the other models
         """
-        http = config.serve.http
+        http, configs = config.serve.http, [config, *others]
         self._config = config
-        self._template = read_template(config)
-        self._engines = Replicas(config, worker, started)
-        self._metrics = metrics = Metrics(self._engines)
-        self._context = Context(config, self._engines, metrics)
+        self._templates = list(map(read_template, configs))
+        self._engines = Models(configs, worker, started)
+        self._metrics = metrics = ServerMetrics(has_several=bool(others))
+        self._shared = shared = Shared(config, self._engines)
+        for own, model in zip(configs, self._engines, strict=True):
+            Context(own, model.engines, Metrics(model.engines, metrics), shared=shared, served=model)
+        self._context = shared.contexts[0]
         tenants = read_tenants(http)
         app = create_app(self._context, tenants)
         check_certificate(http)
@@ -114,7 +126,8 @@ class Server:
         self._socket = passed or bind(http.host, http.port)
         if not self._opens_late:
             listen(self._socket)
-        fields = {"version": atom.__version__, "checkpoint": config.checkpoint or config.model.name}
+        checkpoints = ", ".join(one.checkpoint or one.model.name for one in configs)
+        fields = {"version": atom.__version__, "checkpoint": checkpoints}
         LOG.info("starting", extra={"fields": {**fields, "pid": os.getpid(), "port": self._port}})
         if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
@@ -141,7 +154,8 @@ class Server:
         serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()
-            open_tokenizer(self._context, self._template, self._fail)
+            for context, template in zip(self._shared.contexts, self._templates, strict=True):
+                open_tokenizer(context, template, self._fail)
             announcing = asyncio.create_task(self._announce())
             await self._watch()
             announcing.cancel()
@@ -153,19 +167,19 @@ class Server:
             self._uvicorn.end()
             self._engines.close("the server ends before this request has been answered")
             await serving
-            self._context.close()
+            self._shared.close()
             engine_end = await self._end()
         if self._fault is not None:
             raise self._fault
-        if not self._signals and not self._is_idle and not self._engines.ready.is_set():
-            raise load_error(self._engines, engine_end)
+        if not self._signals and not self._is_idle and self._engines.fault is not None:
+            raise self._engines.fault
         LOG.info("ended", extra={"fields": {"engine": engine_end}})
         return self._code
 
     async def _serve(self) -> None:
         """Accept connections: from the start or, if the port opens late, once requests can be answered."""
         if self._opens_late:
-            ready = asyncio.gather(self._engines.ready.wait(), self._context.has_tokenizer.wait())
+            ready = asyncio.gather(self._engines.ready.wait(), self._shared.await_tokenizers())
             ending = asyncio.create_task(self._uvicorn.ended.wait())
             waited: list[asyncio.Future[Any]] = [ready, ending]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -185,7 +199,7 @@ class Server:
 
         The last spans are sent meanwhile.
         """
-        loop, traces = asyncio.get_running_loop(), self._context.traces
+        loop, traces = asyncio.get_running_loop(), self._shared.traces
         serve = self._config.serve
         keep_seconds = 0.0 if serve.kv_cache_dir is None else serve.http.drain_seconds  # to write KV to files
         start = loop.time()
@@ -226,7 +240,7 @@ class Server:
     def _has_been_idle(self) -> bool:
         """Whether no request has come for idle_exit_seconds since the engines have become ready, and none runs."""
         seconds, now = self._config.serve.idle_exit_seconds, time.perf_counter()
-        has_loaded = self._engines.ready.is_set() and self._context.has_tokenizer.is_set()
+        has_loaded = self._engines.ready.is_set() and self._shared.has_tokenizers
         if not has_loaded or self._metrics.num_open or self._engines.running:
             self._busy_at = now
         self._busy_at = max(self._busy_at, self._metrics.ended_at)
@@ -255,7 +269,7 @@ class Server:
         self._code = 1
         self._ending = asyncio.create_task(self._engines.end_dead())  # now: one that hangs keeps its memory
         if self._engines.ready.is_set():
-            what = "the engine is dead" if len(self._engines) == 1 else "all engines are dead"
+            what = "the engine is dead" if len(self._context.engines) == 1 else "all engines are dead"
             LOG.error(what, extra={"fields": {"reason": self._engines.reason}})
             if not self._signals:
                 await wait_for_any(DEAD_SECONDS, self._end_requested)
@@ -276,7 +290,7 @@ class Server:
         except ConfigError as error:
             LOG.error("nothing is reloaded: %s", error)
             return
-        self._context.admit(tenants)
+        self._shared.admit(tenants)
         if http.ssl_certfile is not None and self._uvicorn.config.loaded:
             assert self._uvicorn.config.ssl is not None, "it has a certificate"
             self._uvicorn.config.ssl.load_cert_chain(http.ssl_certfile, http.ssl_keyfile)  # of new connections
@@ -289,19 +303,19 @@ class Server:
     async def _announce(self) -> None:
         """Print the server's address and notify systemd, once it serves."""
         await self._engines.ready.wait()
-        await self._context.has_tokenizer.wait()
+        await self._shared.await_tokenizers()
         await self._is_open.wait()
         settle()
         host, port = self._socket.getsockname()[0], self._port
         http = self._config.serve.http
         scheme = "https" if http.ssl_certfile else "http"
         shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
-        names = ", ".join(self._context.names)
+        names = ", ".join(name for each in self._shared.contexts for name in each.names)
         LOG.info("%s at %s://%s:%d%s (Ctrl-C drains, twice ends at once)", names, scheme, shown, port, http.root_path)
         notify(self._config.advanced.notify_socket, "READY=1")
 
 
-def uvicorn_config(app: ASGIApp, config: Config, metrics: Metrics) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: Config, metrics: ServerMetrics) -> uvicorn.Config:
     http = config.serve.http
     return uvicorn.Config(
         app,

@@ -16,7 +16,7 @@ from atom.sampling_params import describe_limits
 
 BAR = r"\|"  # within a cell
 CONF = Path(__file__).parents[2] / "conf"
-SET_BY_LOAD = {"job.kind", "hf", "generation", "overrides", "config_dirs", "draft"}
+SET_BY_LOAD = {"job.kind", "hf", "generation", "overrides", "config_dirs", "draft", "other_models"}
 
 
 def reference() -> str:

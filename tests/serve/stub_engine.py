@@ -337,7 +337,7 @@ def main() -> int:
         if options.breaks is not None:
             return worker.main(functools.partial(open_breaking, options.breaks))
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
-    from atom.config.load import load  # which an engine's process does without
+    from atom.config.load import load, load_models  # which an engine's process does without
     from atom.jobs.report import report
     from atom.serve import context, server
     from atom.serve.engine import replica
@@ -351,7 +351,8 @@ def main() -> int:
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)
-        return await server.Server(config, (sys.executable, str(Path(__file__)), encoded, "--engine")).run()
+        command, others = (sys.executable, str(Path(__file__)), encoded, "--engine"), load_models(config)[1:]
+        return await server.Server(config, command, others=others).run()
 
     return report(lambda: server.run_loop(serve, config.serve.http))
 

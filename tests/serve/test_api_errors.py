@@ -47,7 +47,6 @@ def test_an_unknown_route(server: Server, method: str):
     [
         ("POST", "/completion", "POST /v1/completions"),
         ("POST", "/chat/completions", "POST /v1/chat/completions"),
-        ("GET", "/models", "GET /v1/models"),
         ("POST", "/api/chat", "POST /v1/chat/completions"),
         ("POST", "/api/generate", "POST /v1/completions"),
         ("GET", "/props", "GET /v1/models or /server_info"),

@@ -20,7 +20,7 @@ from atom.serve.anthropic.prompt import prepare
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest, Thinking
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, Named, body_route
 from atom.serve.http.errors import FieldError, json_response
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import event
@@ -38,12 +38,12 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["Anthropic"], route_class=body_route(context))
 
     @router.post("/v1/messages")
-    async def create_message(body: MessagesRequest, request: Request) -> Response:
+    async def create_message(body: MessagesRequest, request: Request, context: Awake) -> Response:
         """Answer a conversation."""
         return await MessageResponder(context, body).respond(request)
 
     @router.post("/v1/messages/count_tokens")
-    async def count_message_tokens(body: CountRequest, request: Request) -> Response:
+    async def count_message_tokens(body: CountRequest, request: Request, context: Named) -> Response:
         """The tokens of the prompt that a conversation becomes."""
         context.begin()
         context.model_for(request.state.tenant, body.model)

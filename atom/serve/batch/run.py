@@ -34,7 +34,7 @@ from atom.serve.engine.client import EngineState
 from atom.serve.engine.events import wait_for_any
 from atom.serve.engine.process import WORKER
 from atom.serve.engine.replicas import Replicas
-from atom.serve.loading import load_error, open_tokenizer
+from atom.serve.loading import open_tokenizer
 from atom.serve.ops import log
 from atom.serve.ops.metrics import Metrics
 from atom.serve.server import END_SECONDS, POLL_SECONDS, TICK_SECONDS, find_loop
@@ -124,7 +124,7 @@ class Batch:
         if self._fault is not None:
             raise self._fault
         if not is_whole and not self._signals:
-            raise EngineDeadError(reason) if is_loaded else load_error(engines, engine_end)
+            raise EngineDeadError(reason) if is_loaded else engines.load_error(engine_end)
         if self._signals:
             return 128 + self._signals[0]
         return RequestError.exit_code if self._results.num_failed else 0

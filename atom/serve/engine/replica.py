@@ -38,11 +38,21 @@ class Replica:
     """One engine of the server, through all its starts."""
 
     def __init__(
-        self, config: Config, number: int, command: tuple[str, ...], started: EngineProcess | None = None
+        self,
+        config: Config,
+        number: int,
+        command: tuple[str, ...],
+        started: EngineProcess | None = None,
+        model: str | None = None,
     ) -> None:
-        """started: a process for the first start"""
+        """
+        started: a process for the first start
+        model: its name, if the server has others too
+        """
         self.number = number
         self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
+        if model is not None:
+            self.name += f" of {model}"
         self.client = EngineClient(config)  # of the present start
         self.num_restarts = 0
         self._num_failures = 0  # starts in a row that came to nothing
@@ -52,6 +62,7 @@ class Replica:
         self._stopped: list[str] = []  # its stopped processes, as last logged
         self.has_long_step = False  # it has ended none for `heartbeat_seconds`, which has been logged
         self._started = started
+        self._is_only = model is None and number == 0
 
     @property
     def load(self) -> Load:
@@ -90,6 +101,11 @@ class Replica:
             self._process.relay(relay)
         self._process.configure(self._config, self.number)
         await self.client.connect(self._process.connection)
+
+    def renew(self) -> None:
+        """Prepare the next start, after an end that was asked for."""
+        self.client = EngineClient(self._config)
+        self._num_failures = self._num_deaths = 0
 
     async def restart(self) -> None:
         self.num_restarts += 1
@@ -142,6 +158,6 @@ class Replica:
     def _relay(self) -> Callable[[str], object] | None:
         """What takes the lines that the engine prints; None: it prints to our stderr, for one progress bar."""
         kind = self._config.serve.http.log
-        if self.number == 0 and not log.is_json(kind):
+        if self._is_only and not log.is_json(kind):
             return log.pass_on if log.is_captured(kind) else None
         return partial(log.relay, process=self.name.removeprefix("the "))

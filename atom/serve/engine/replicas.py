@@ -20,7 +20,17 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 
 from atom.config import Config
-from atom.errors import EngineDeadError, RequestError
+from atom.errors import (
+    ArtifactError,
+    AtomError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    PassError,
+    RequestError,
+    UnsupportedError,
+)
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState
@@ -33,23 +43,33 @@ from atom.serve.engine.stream import RequestStream
 
 LOG = logging.getLogger("atom.serve")
 PIN = "X-data-parallel-rank"  # the header that names a replica, as in vLLM
+KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
+ERRORS = {each.__name__: each for each in KNOWN}
+CANNOT_LOAD = 2  # the exit code if the next start would fail in the same way
 STATES = (EngineState.READY, EngineState.DRAINING, EngineState.LOADING, EngineState.DEAD)  # the first that one has
 
 
 class Replicas:
     """The server's engines. One task uses it."""
 
-    def __init__(self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        command: tuple[str, ...] = WORKER,
+        started: EngineProcess | None = None,
+        model: str | None = None,
+    ) -> None:
         """
         command: of an engine's process
         started: the first engine's process, if it suits the configuration
+        model: its name, if the server has others too
         """
         serve, num_replicas = config.serve, config.parallel.replicas
         self.config = config
         self.ready = asyncio.Event()  # one serves, or has served
         self.dead = asyncio.Event()  # all are
         self._replicas = [
-            Replica(config, number, command, None if number else started) for number in range(num_replicas)
+            Replica(config, number, command, None if number else started, model) for number in range(num_replicas)
         ]
         self._router = Router(num_replicas, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
         self._watching: list[asyncio.Task[None]] = []
@@ -86,7 +106,16 @@ class Replicas:
         return "; ".join(dict.fromkeys(filter(None, (each.client.reason for each in self))))
 
     async def start(self) -> None:
-        """Start all at once: the cache's locks let one of them compile. OSError if the system cannot."""
+        """Start all at once, again after a `stop`: the cache's locks let one of them compile.
+
+        OSError if the system cannot.
+        """
+        if self.dead.is_set():
+            self.dead.clear()
+            self.ready.clear()
+            for each in self:
+                each.renew()
+                self._router.forget(each.number)
         for each in self:
             await each.start()
         self._watching = [asyncio.create_task(self._watch(each)) for each in self]
@@ -230,6 +259,15 @@ class Replicas:
             if task.done() and (fault := task.exception()) is not None:
                 raise fault
 
+    async def stop(self, reason: str, seconds: float) -> str:
+        """Have the engines end, within so many seconds; how their processes ended. `start` starts them again."""
+        self.close(reason)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while not self.has_ended() and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        return await self.end()
+
     def has_ended(self) -> bool:
         """Whether all processes have ended."""
         return all(each.has_ended() for each in self)
@@ -244,6 +282,17 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         return ", ".join(await asyncio.gather(*(each.end() for each in self)))
+
+    def load_error(self, end: str) -> AtomError:
+        """Why none has loaded. end: how their processes have ended"""
+        failed = next((each.client.error for each in self if each.client.error is not None), None)
+        if failed is None:
+            return EngineDeadError(f"{self.reason} while it loaded ({end})")
+        if failed.kind not in ERRORS:
+            return AtomError(f"{failed.kind}: {failed.error}")
+        error = ERRORS[failed.kind](failed.error)
+        error.exit_code = CANNOT_LOAD
+        return error
 
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
         """The loads of replicas that serve; of those that are not stopped, if any; of those awake; of those with room.

@@ -1,9 +1,12 @@
-"""Limit, decode and check request bodies without blocking the event loop.
+"""Decode and check request bodies in bounds, and find the models that they name.
 
     router = APIRouter(tags=["text"], route_class=body_route(context))
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response: ...
+    async def tokenize(body: TokenizeRequest, request: Request, context: Named) -> Response: ...
+
+A route whose body has a `model` takes the context of that model: `Named`, or `Awake` if it needs the model's engines,
+which are woken up before and kept awake until the answer is sent.
 
 FastAPI decodes and checks in the event loop. Even in a thread, each would hold the interpreter's lock until it is done.
 So a long body is read in a thread, and its values are counted before it is decoded: a long text costs no more than a
@@ -13,22 +16,27 @@ short one, but 8 MB of empty lists take seconds.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
+from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from atom.config import AdvancedConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.http.errors import shown
+from atom.serve.http.sse import until_gone
 from atom.serve.llama_cpp import FIELDS
 from atom.serve.refused_fields import REFUSED
 from atom.serve.vllm import INSTEAD
@@ -38,16 +46,34 @@ HINTS = 4  # faults whose field is compared with those that there are
 GUIDED = "guided_"  # of vLLM's former names: guided_json, guided_regex, guided_choice, guided_grammar
 
 
+def _chosen() -> None:
+    """`BodyRoute` finds it."""
+
+
+def _awake() -> None:
+    """`BodyRoute` finds it, and has it woken up."""
+
+
+Named = Annotated[Context, Depends(_chosen)]
+Awake = Annotated[Context, Depends(_awake)]
+
+
 class BodyRoute(APIRoute):
-    """A route whose endpoint takes a `body`, and perhaps the `request`."""
+    """A route whose endpoint takes a `body`, and perhaps the `request` and the `context` of the model."""
 
     context: Context
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        hints = get_type_hints(self.endpoint)
+        hints = get_type_hints(self.endpoint, include_extras=True)
         if "body" not in hints:
             return super().get_route_handler()
-        context, endpoint, model = self.context, self.endpoint, hints["body"]
+        context, endpoint, model, needs_engine = (
+            self.context,
+            self.endpoint,
+            hints["body"],
+            hints.get("context") is Awake,
+        )
+        assert ("context" in hints) == ("model" in model.model_fields), "the body's model is to be found"
 
         async def handle(request: Request) -> Response:
             data = await request.body()
@@ -58,10 +84,31 @@ class BodyRoute(APIRoute):
             kind = request.headers.get("content-type", "")
             body = await context.work(len(data), partial(read_body, data, kind, model, context.config.advanced))
             arguments = {"body": body, "request": request}
+            if "context" in hints:
+                arguments["context"] = await self.find(request, vars(body)["model"], needs_engine=needs_engine)
             answer: Response = await endpoint(**{name: arguments[name] for name in hints if name in arguments})
             return answer
 
         return handle
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as kept:
+            scope.setdefault("state", {})["kept_awake"] = kept
+            await super().handle(scope, receive, send)
+
+    async def find(self, request: Request, model: str | None, *, needs_engine: bool) -> Context:
+        """The context of a model, its engines awake until the request has been answered.
+
+        EngineDeadError if no requests may come, or they cannot be woken up; ModelNotFoundError.
+        """
+        self.context.begin()
+        found = self.context.shared.find(request.state.tenant, model)
+        if needs_engine and found.served is not None:
+            began = time.perf_counter()
+            await until_gone(request.receive, found.served.acquire())
+            request.state.kept_awake.callback(found.served.release)
+            request.state.waking_seconds = time.perf_counter() - began
+        return found
 
 
 def body_route(context: Context) -> type[APIRoute]:

@@ -35,7 +35,7 @@ from atom.serve.auth.signed_answers import DIRECTORY, SigningSend, read_signatur
 from atom.serve.auth.tenants import Tenant, digest
 from atom.serve.http.errors import body_of, error_body, is_anthropic, refuse, shown
 from atom.serve.ids import request_id_headers, request_id_of
-from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.server_metrics import ServerMetrics
 from atom.serve.ops.traces import Traces
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ LOG = logging.getLogger("atom.access")
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats",
+    "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats", "/models/load", "/models/unload",
 )  # fmt: skip
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
@@ -62,7 +62,7 @@ class Guard:
         self,
         app: ASGIApp,
         tenants: Sequence[Tenant],
-        metrics: Metrics,
+        metrics: ServerMetrics,
         origins: Sequence[str] = (),
         root_path: str = "",
         signature_seconds: float = 300.0,

@@ -28,7 +28,7 @@ from atom.config import AdvancedConfig, Config, HTTPConfig
 from atom.serve.http.errors import body_at, error_body, is_anthropic, shown
 from atom.serve.http.middleware import strip_root
 from atom.serve.ids import request_id_headers, request_id_of
-from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.server_metrics import ServerMetrics
 
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
@@ -51,7 +51,7 @@ class _ParsingStopped(Exception):
 class LimitedProtocol(HttpToolsProtocol):
     http: HTTPConfig
     limits: AdvancedConfig
-    metrics: Metrics
+    metrics: ServerMetrics
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -201,7 +201,7 @@ def without_upgrade(data: bytes) -> bytes:
     return UPGRADE.sub(b"x-", head) + end + body
 
 
-def limited_protocol(config: Config, metrics: Metrics) -> type[LimitedProtocol]:
+def limited_protocol(config: Config, metrics: ServerMetrics) -> type[LimitedProtocol]:
     """Make the protocol class for the limits of a configuration; it counts refused requests in `metrics`."""
     fields = {"http": config.serve.http, "limits": config.advanced, "metrics": metrics}
     return type("LimitedProtocol", (LimitedProtocol,), fields)

@@ -284,6 +284,7 @@ class Responder(ABC):
     async def respond(self, request: Request) -> Response:
         context, engines, tenant = self.context, self.context.engines, request.state.tenant
         self.model = context.model_for(tenant, self._asked_model)
+        self._started -= getattr(request.state, "waking_seconds", 0.0)  # its time to the first token has them
         pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
         with ExitStack() as left:

@@ -16,7 +16,7 @@ from atom.runtime.types import Logprobs
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
@@ -32,7 +32,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/chat/completions")
-    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    async def create_chat_completion(body: ChatRequest, request: Request, context: Awake) -> Response:
         """Answer a conversation."""
         return await Chat(context, body).respond(request)
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from atom.embeddings import check_labels, describe_labels
 from atom.serve.context import Context
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.response import Choice, EngineRequest
 from atom.serve.openai.params import split_inputs
 from atom.serve.openai.pooled import PooledResponder, vector_of
@@ -22,7 +22,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["Scores"], route_class=body_route(context))
 
     @router.post("/classify")
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
+    async def classify(body: ClassifyRequest, request: Request, context: Awake) -> Response:
         """The probabilities of each input's labels."""
         return await Classified(context, body).respond(request)
 

@@ -15,7 +15,7 @@ from msgspec import json, msgpack
 from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
@@ -28,7 +28,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/completions")
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    async def create_completion(body: CompletionRequest, request: Request, context: Awake) -> Response:
         """Continue a prompt, or several."""
         return await Completion(context, body).respond(request)
 

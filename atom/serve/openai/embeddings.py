@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 
 from atom.serve.context import Context
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import Choice
 from atom.serve.openai.params import split_inputs
@@ -27,7 +27,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/embeddings")
-    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    async def create_embeddings(body: EmbeddingRequest, request: Request, context: Awake) -> Response:
         """A vector of each input."""
         return await Embeddings(context, body).respond(request)
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from atom.embeddings import check_labels, probabilities
 from atom.serve.context import Context
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import Choice, EngineRequest
 from atom.serve.openai.embeddings import Embeddings
@@ -23,7 +23,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["Scores"], route_class=body_route(context))
 
     @router.post("/pooling")
-    async def pool(body: PoolingRequest, request: Request) -> Response:
+    async def pool(body: PoolingRequest, request: Request, context: Awake) -> Response:
         """The embedding of each input, or the probabilities of its labels."""
         return await Pooled(context, body).respond(request)
 

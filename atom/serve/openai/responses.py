@@ -24,7 +24,7 @@ from atom.sampling_params import SamplingParams
 from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, Named, body_route
 from atom.serve.http.errors import FieldError, ResponseNotFoundError, json_response, shown
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
@@ -99,12 +99,12 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/responses")
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    async def create_response(body: ResponsesRequest, request: Request, context: Awake) -> Response:
         """Answer a conversation, in items."""
         return await ResponsesResponder(context, body).respond(request)
 
     @router.post("/v1/responses/input_tokens")
-    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    async def count_input_tokens(body: ResponsesRequest, request: Request, context: Named) -> Response:
         """The tokens of the prompt that the same body of /v1/responses becomes."""
         context.begin()
         context.model_for(request.state.tenant, body.model)

@@ -562,3 +562,7 @@ class UnloadAdapterRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: List[TokenId]
+
+
+class ModelRequest(Body):
+    model: Text = Field(min_length=1)

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from atom.embeddings import check_labels, probabilities, similarities
 from atom.pair_prompts import PairTemplate, first_tokens
 from atom.serve.context import Context
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import Choice
 from atom.serve.openai.pooled import PooledResponder, vector_of
@@ -29,14 +29,14 @@ def routes(context: Context) -> APIRouter:
 
     @router.post("/score")
     @router.post("/v1/score")
-    async def score(body: ScoreRequest, request: Request) -> Response:
+    async def score(body: ScoreRequest, request: Request, context: Awake) -> Response:
         """How similar texts are: one with each of a list, or each pair of two lists."""
         return await Scores(context, body).respond(request)
 
     @router.post("/rerank")
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
-    async def rerank(body: RerankRequest, request: Request) -> Response:
+    async def rerank(body: RerankRequest, request: Request, context: Awake) -> Response:
         """Documents, those first that are most similar to a query."""
         return await Reranked(context, body).respond(request)
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
-from atom.serve.http.bodies import body_route
+from atom.serve.http.bodies import Named, body_route
 from atom.serve.http.errors import FieldError, json_response
 from atom.serve.openai.params import check_tokens
 from atom.serve.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -23,7 +23,7 @@ def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["text"], route_class=body_route(context))
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request, context: Named) -> Response:
         """The token ids of a text, or of a conversation in the chat template."""
         context.begin()
         context.model_for(request.state.tenant, body.model)
@@ -59,7 +59,7 @@ def routes(context: Context) -> APIRouter:
         return json_response(answer)
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request, context: Named) -> Response:
         """The text of token ids, special tokens included."""
         context.begin()
         context.model_for(request.state.tenant, body.model)
@@ -76,11 +76,12 @@ def routes(context: Context) -> APIRouter:
     if context.config.serve.http.enable_tokenizer_info_endpoint:
 
         @router.get("/tokenizer_info")
-        async def tokenizer_info() -> Response:
+        async def tokenizer_info(request: Request, model: str | None = None) -> Response:
             """What a tokenizer_config.json would say: special tokens and the chat template."""
             context.begin()
-            length = context.config.serve.max_model_len
-            return json_response({**context.need_tokenizer().describe(), "model_max_length": length})
+            found = context.shared.find(request.state.tenant, model)
+            length = found.config.serve.max_model_len
+            return json_response({**found.need_tokenizer().describe(), "model_max_length": length})
 
     return router
 

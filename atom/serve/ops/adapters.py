@@ -6,9 +6,10 @@ curl localhost:8000/v1/load_lora_adapter -H "Content-Type: application/json" \
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError, ModelNotFoundError, shown
@@ -17,28 +18,38 @@ from atom.serve.openai.schema import LoadAdapterRequest, UnloadAdapterRequest
 
 def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["operations"], route_class=body_route(context))
-    if not context.config.serve.allow_runtime_lora_updating:
+    shared = context.shared
+    if not any(each.config.serve.allow_runtime_lora_updating for each in shared.contexts):
         return router
 
+    def find(request: Request) -> Context:
+        """The model whose adapters change: of several, that of the query's `model`."""
+        found = shared.find(request.state.tenant, request.query_params.get("model"))
+        if not found.config.serve.allow_runtime_lora_updating:
+            raise RequestError(
+                f"{found.names[0]} is served without serve.allow_runtime_lora_updating; ?model= names one"
+            )
+        return found
+
     @router.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+    async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
         """Load a LoRA adapter of a folder on the server, which requests then name as their model."""
-        name = body.lora_name
-        if name in context.config.served_names:
+        name, own = body.lora_name, find(request)
+        if any(name in each.config.served_names for each in shared.contexts):
             raise FieldError("lora_name", f"{shown(name)} is the model's own name; choose another")
-        if name in context.engines.adapters:
+        if any(name in each.engines.adapters for each in shared.contexts):
             raise FieldError("lora_name", f"the adapter {shown(name)} is loaded already; unload it first")
-        await context.engines.load_adapter(name, body.lora_path)
+        await own.engines.load_adapter(name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{shown(name)}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
+    async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
         """Drop a LoRA adapter: no new request gets it, and those that have it go on."""
-        name = body.lora_name
-        if name not in context.engines.adapters:
-            known = ", ".join(context.engines.adapters) or "none"
+        name, own = body.lora_name, find(request)
+        if name not in own.engines.adapters:
+            known = ", ".join(own.engines.adapters) or "none"
             raise ModelNotFoundError(f"there is no adapter {shown(name)!r} here (known: {known})")
-        await context.engines.unload_adapter(name)
+        await own.engines.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{shown(name)}' removed successfully.")
 
     return router

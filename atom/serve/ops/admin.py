@@ -1,58 +1,90 @@
 """Admin routes: /sleep, /wake_up, /reset_prefix_cache, the profiler.
 
 curl -X POST localhost:8000/sleep?level=1
+curl -X POST "localhost:8000/sleep?level=1&model=qwen"
+
+They are about all models that are loaded, or about the one that `model` names.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
+from atom.errors import EngineDeadError
 from atom.serve.context import Context
+from atom.serve.engine.replicas import Replicas
 from atom.serve.http.errors import json_response
 
 
 def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
+    def loaded(request: Request, model: str | None) -> list[Replicas]:
+        return find_loaded(context.shared.named(request.state.tenant, model))
+
+    async def change(engines: list[Replicas], work: Callable[[Replicas], Awaitable[Any]]) -> Response:
+        for each in engines:
+            await work(each)
+        return json_response({"is_sleeping": any(each.is_sleeping for each in engines)})
+
     @router.post("/sleep")
-    async def sleep(level: Literal["1", "2"] = "1", mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
+    async def sleep(
+        request: Request,
+        level: Literal["1", "2"] = "1",
+        mode: Literal["abort", "wait", "keep"] = "abort",
+        model: str | None = None,
+    ) -> Response:
         """Give up the memory of weights and KV until /wake_up; needs serve.enable_sleep_mode.
 
         level 1 keeps the weights in host memory, 2 reads them again. Running requests are aborted, waited for, or kept,
         to go on afterwards; new ones wait.
         """
-        await context.engines.sleep(int(level), mode)
-        return json_response({"is_sleeping": context.engines.is_sleeping})
+        return await change(loaded(request, model), lambda engines: engines.sleep(int(level), mode))
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
+    async def wake_up(
+        request: Request,
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+        model: str | None = None,
+    ) -> Response:
         """Take the memory again; with tags=weights or tags=kv_cache a part of it, the engine then still sleeps."""
-        await context.engines.wake_up(None if tags is None else list(map(str, tags)))
-        return json_response({"is_sleeping": context.engines.is_sleeping})
+        parts = None if tags is None else list(map(str, tags))
+        return await change(loaded(request, model), lambda engines: engines.wake_up(parts))
 
     @router.get("/is_sleeping")
-    async def is_sleeping() -> Response:
+    async def is_sleeping(request: Request, model: str | None = None) -> Response:
         """Whether the engines, or some of them, sleep."""
-        return json_response({"is_sleeping": context.engines.is_sleeping})
+        asked = context.shared.named(request.state.tenant, model)
+        return json_response({"is_sleeping": any(each.engines.is_sleeping for each in asked)})
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
+    async def reset_prefix_cache(request: Request, model: str | None = None) -> Response:
         """Forget the KV of all prompts but that in files. Requests that run go on, and compute theirs again."""
-        await context.engines.reset_prefix_cache()
+        await change(loaded(request, model), Replicas.reset_prefix_cache)
         return json_response({})
 
     @router.post("/start_profile")
-    async def start_profile() -> Response:
+    async def start_profile(request: Request, model: str | None = None) -> Response:
         """Start the profiler of every engine."""
-        await context.engines.profile(starts=True)
+        await change(loaded(request, model), lambda engines: engines.profile(starts=True))
         return json_response({"status": "started"})
 
     @router.post("/stop_profile")
-    async def stop_profile() -> Response:
+    async def stop_profile(request: Request, model: str | None = None) -> Response:
         """Stop it and write the traces: `trace` is the first, and `traces` are those of all engines."""
-        traces = await context.engines.profile(starts=False)
+        traces = [each for engines in loaded(request, model) for each in await engines.profile(starts=False)]
         return json_response({"status": "stopped", "trace": traces[0], "traces": traces})
 
     return router
+
+
+def find_loaded(contexts: list[Context]) -> list[Replicas]:
+    """The engines of the models that have processes. EngineDeadError if none has."""
+    found = [each.engines for each in contexts if each.served is None or each.served.has_engines]
+    if not found:
+        names = ", ".join(each.names[0] for each in contexts)
+        raise EngineDeadError(f"{names}: not loaded; /models/load does so")
+    return found

@@ -5,9 +5,8 @@
     metrics.render(tenant)                    # the text of /metrics for this tenant
 
 Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
-with its number, `engine="0"`. What vLLM has too bears its label `model_name` and, with serve.http.vllm_metrics=true,
-is there a second time as in vLLM: prefixed `vllm:`, with its buckets. The registry is the app's own, so that a process
-may have two apps.
+with its number, `engine="0"`. What vLLM has too bears its label `model_name`, and so does all of several models;
+with serve.http.vllm_metrics=true it is there a second time as in vLLM: prefixed `vllm:`, with its buckets.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, takewhile
 from math import inf
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from atom.runtime.metrics import STEP_TOKENS
@@ -31,7 +30,7 @@ from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
 from atom.serve.engine.replica import Replica
 from atom.serve.engine.replicas import Replicas
-from atom.serve.ops import log
+from atom.serve.ops.server_metrics import Collector, ServerMetrics
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), seconds
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -125,22 +124,16 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
 }
 
-TENANT_COUNTERS: dict[str, tuple[str, Callable[[Tenant], float]]] = {
-    "key_requests": ("requests that an engine took", lambda tenant: tenant.num_requests),
-    "key_prompt_tokens": ("tokens of prompts", lambda tenant: tenant.num_prompt_tokens),
-    "key_generation_tokens": ("tokens generated", lambda tenant: tenant.num_output_tokens),
-}
-
-
-class Collector(Protocol):
-    def collect(self) -> Iterable[Metric]: ...
+OURS = {*GAUGES, *COUNTERS} - VLLM_ENGINE  # those of engines that vLLM has not
 
 
 class EngineCollector:
     """Collects the engines' state when the metrics are read."""
 
-    def __init__(self, engines: Replicas) -> None:
+    def __init__(self, engines: Replicas, *, names_all: bool = False) -> None:
+        """names_all: each metric has the model's name, and not only those that vLLM has"""
         self._engines, self._config, self._model = engines, engines.config, engines.config.served_names[0]
+        self._names_all = names_all
 
     def collect(self) -> Iterable[Metric]:
         for name, (about, value) in GAUGES.items():
@@ -155,7 +148,8 @@ class EngineCollector:
             yield self._adapters()
 
     def _labels(self, name: str) -> list[str]:
-        return [*(["model_name"] if name in VLLM_ENGINE else []), *(["engine"] if len(self._engines) > 1 else [])]
+        has_name = self._names_all or name in VLLM_ENGINE
+        return [*(["model_name"] if has_name else []), *(["engine"] if len(self._engines) > 1 else [])]
 
     def _values(self, labels: Sequence[str], engine: Replica) -> list[str]:
         return [{"model_name": self._model, "engine": str(engine.number)}[label] for label in labels]
@@ -229,36 +223,6 @@ class EngineCollector:
         return family
 
 
-class TenantCollector:
-    """Collects the counts of tenants by their names."""
-
-    def __init__(self, tenants: Sequence[Tenant]) -> None:
-        self._tenants = tenants
-
-    def collect(self) -> Iterable[Metric]:
-        for name, (about, value) in TENANT_COUNTERS.items():
-            counter = CounterMetricFamily(f"atom:{name}", about, labels=["key"])
-            for tenant in self._tenants:
-                counter.add_metric([tenant.name], value(tenant))
-            yield counter
-        about = "requests beyond a limit, or that found the queue full"
-        refused = CounterMetricFamily("atom:key_refused", about, labels=["key", "limit"])
-        running = GaugeMetricFamily("atom:key_requests_open", "requests that are being answered", labels=["key"])
-        for tenant in self._tenants:
-            running.add_metric([tenant.name], tenant.num_open)
-            for limit, count in tenant.num_refused.items():
-                refused.add_metric([tenant.name, limit], count)
-        yield refused
-        yield running
-
-
-class LogCollector:
-    def collect(self) -> Iterable[Metric]:
-        counter = CounterMetricFamily("atom:log_lines_dropped", "lines that stderr did not take", labels=[])
-        counter.add_metric([], log.num_dropped())
-        yield counter
-
-
 class Histogram:
     """A histogram for one thread: it is updated for every token, so it takes no lock and does not walk the buckets."""
 
@@ -307,7 +271,7 @@ class VLLMCollector:
             families = collector.collect_vllm() if isinstance(collector, Histogram) else collector.collect()
             for family in families:
                 name = family.name.removeprefix("atom:")
-                if all("model_name" in sample.labels for sample in family.samples):
+                if name not in OURS and all("model_name" in sample.labels for sample in family.samples):
                     yield self._rename(family, name, name)
                     if name in OLD_NAMES:
                         yield self._rename(family, name, OLD_NAMES[name])
@@ -327,24 +291,22 @@ class VLLMCollector:
 
 
 class Metrics:
-    def __init__(self, engines: Replicas) -> None:
+    """The metrics of a model."""
+
+    def __init__(self, engines: Replicas, server: ServerMetrics | None = None) -> None:
+        """server: None: it has no other model"""
         config = engines.config
-        self.num_open = 0  # requests that are being answered, without those of probes and scrapes
-        self.ended_at = 0.0  # time.perf_counter() when the last of them ended
+        self.server = server = ServerMetrics() if server is None else server
         self._model = model = config.served_names[0]
-        self.registry = CollectorRegistry(auto_describe=False)
-        collectors: list[Collector] = [EngineCollector(engines)]
-        self.registry.register(collectors[0])
-        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, … of this process
+        collectors: list[Collector] = [EngineCollector(engines, names_all=server.has_several)]
 
         def counter(name: str, about: str, *labels: str) -> Counter:
-            found = Counter(f"atom:{name}", about, ("model_name", *labels), registry=self.registry)
+            found = Counter(f"atom:{name}", about, ("model_name", *labels), registry=None)
             collectors.append(found)
             return found
 
         def histogram(name: str, about: str, bounds: Sequence[float], more: Sequence[float] = ()) -> Histogram:
             found = Histogram(f"atom:{name}", about, bounds, more, model)
-            self.registry.register(found)
             collectors.append(found)
             return found
 
@@ -353,9 +315,6 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model)
         self.generation_tokens = counter("generation_tokens", "tokens generated").labels(model)
         self._requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
-        self.http = Counter("atom:http_requests", "answers over HTTP", ("path", "status"), registry=self.registry)
-        self.registry.register(LogCollector())
-        self.tasks = Gauge("atom:event_loop_tasks", "tasks of the HTTP process", registry=self.registry)
         self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", FIRST_TOKEN)
         self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", TOKEN, FINE_TOKEN)
         about = "of a sequence, after its first"
@@ -377,13 +336,9 @@ class Metrics:
         self._computed = histogram("request_prefill_kv_computed_tokens", about, sizes)
         rejections = counter("admission_rejections", "requests that found the queue full", "reason")
         self._rejections = rejections.labels(model, QUEUE_FULL)
-        self._tenants: list[Tenant] = []
+        server.models.collectors += collectors
         if config.serve.http.vllm_metrics:
-            self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
-
-    def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Have the counts of these tenants rendered too, and of no others."""
-        self._tenants = list(tenants)
+            server.models.collectors.append(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
 
     def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
         """Record a request.
@@ -421,12 +376,8 @@ class Metrics:
         self._requests.labels(self._model, reason).inc(num_sequences)
 
     def render(self, tenant: Tenant) -> bytes:
-        """The metrics for a tenant: of the counts of keys an administrator gets all, others their own."""
-        shown = [each for each in self._tenants if tenant.is_admin or each is tenant]
-        counts = CollectorRegistry(auto_describe=False)
-        if shown:
-            counts.register(TenantCollector(shown))
-        return generate_latest(self.registry) + generate_latest(counts)
+        """Those of the server, for a tenant."""
+        return self.server.render(tenant)
 
 
 def powers_1_2_5(limit: int) -> list[int]:

@@ -21,6 +21,7 @@ from atom.measurement.hardware import describe_cpus
 from atom.runtime.draft.speculation import draft_statistics
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineState
+from atom.serve.engine.models import Models
 from atom.serve.engine.replica import Replica
 from atom.serve.http.errors import json_response
 
@@ -34,8 +35,12 @@ def routes(context: Context) -> APIRouter:
 
         A stopped engine (SIGSTOP, a debugger) answers its requests once it continues; `stopped` names its processes.
         While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `step_seconds`
-        once a step takes long. Of several engines, `engines` names each; one that serves is enough.
+        once a step takes long. Of several engines, `engines` names each; one that serves is enough. Of several models,
+        `models` counts those of each state: one that sleeps, or has failed, does not keep the server from being ready.
         """
+        models = context.shared.models
+        if models is not None and len(models) > 1:
+            return health_of(models, has_tokenizers=context.shared.has_tokenizers)
         state, engines = context.state, context.engines
         shown = "stopped" if state is EngineState.READY and engines.is_stopped else str(state)
         body: dict[str, Any] = {"status": "ok" if shown == EngineState.READY else shown, "state": shown}
@@ -60,23 +65,26 @@ def routes(context: Context) -> APIRouter:
     @router.get("/load")
     async def load() -> Response:
         """The sequences that run or wait in all engines, as `server_load`."""
-        return json_response({"server_load": sum(engine.client.num_sequences for engine in context.engines)})
+        engines = [engine for each in context.shared.contexts for engine in each.engines]
+        return json_response({"server_load": sum(engine.client.num_sequences for engine in engines)})
 
     @router.get("/server_info")
-    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
-        """The configuration, API keys hidden: as text, or with config_format=json as an object."""
-        shown = describe_config(context.config)
+    async def server_info(
+        request: Request, config_format: Literal["text", "json"] = "text", model: str | None = None
+    ) -> Response:
+        """The configuration, API keys hidden: as text, or with config_format=json as an object. model: of several."""
+        shown = describe_config(context.shared.find(request.state.tenant, model).config)
         return json_response({"vllm_config": shown if config_format == "json" else str(shown)})
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         """The metrics, for Prometheus; an administrator's key gets the counts of all keys, another one its own."""
-        context.metrics.tasks.set(len(asyncio.all_tasks()))
+        context.metrics.server.tasks.set(len(asyncio.all_tasks()))
         return Response(context.metrics.render(request.state.tenant), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> Response:
-        """The versions and the hardware; GPUs are named once the engine is ready."""
+        """The versions and the hardware; GPUs are named once the engine is ready. It is about the first model."""
         config = context.config
         return json_response(
             {
@@ -93,10 +101,21 @@ def routes(context: Context) -> APIRouter:
     @router.get("/debug/mtp_stats")
     async def mtp_stats() -> Response:
         """Counts of drafted tokens and of those that were accepted, of each engine; see docs/speculation.md."""
-        stats = [draft_statistics(engine.client.stats.scheduler) for engine in context.engines]
+        engines = [engine for each in context.shared.contexts for engine in each.engines]
+        stats = [draft_statistics(engine.client.stats.scheduler) for engine in engines]
         return json_response(stats[0] if len(stats) == 1 else {"engines": stats})
 
     return router
+
+
+def health_of(models: Models, *, has_tokenizers: bool) -> Response:
+    """The answer of /health for several models, which needs no key, so without names."""
+    state = EngineState.LOADING if models.state is EngineState.READY and not has_tokenizers else models.state
+    body: dict[str, Any] = {"status": "ok" if state is EngineState.READY else str(state), "state": str(state)}
+    if state is EngineState.LOADING:
+        body["doing"] = models.doing or "opening tokenizers"
+    body["models"] = dict(Counter(str(each.state) for each in models))
+    return json_response(body, 200 if state is EngineState.READY else 503)
 
 
 def list_formats(config: Config) -> list[str]:

@@ -29,6 +29,8 @@ OPERATIONS = [
     "GET /version",
     "POST /classify",
     "POST /detokenize",
+    "POST /models/load",
+    "POST /models/unload",
     "POST /ping",
     "POST /pooling",
     "POST /rerank",
@@ -53,7 +55,9 @@ OPERATIONS = [
 BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
             "POST /wake_up"}  # fmt: skip
 ALIASES = {"POST /v1/rerank", "POST /v1/score", "POST /v2/rerank"}  # of routes that are tried
-ELSEWHERE = {"POST /classify", "POST /pooling"}  # this server has no labels, and the other is like embeddings
+ELSEWHERE = {  # this server has no labels, /pooling is like embeddings, and others need the model that is loaded
+    "POST /classify", "POST /pooling", "POST /models/load", "POST /models/unload",
+}  # fmt: skip
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     derandomize=True,

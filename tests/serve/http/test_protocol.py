@@ -19,9 +19,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from atom.config.load import load
-from atom.serve.engine.replicas import Replicas
 from atom.serve.http.protocol import limited_protocol
-from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.server_metrics import ServerMetrics
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +216,7 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
         served = load(["advanced.read_seconds=0.3", f"serve.http.max_body={32 << 20}"])
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         config.load()
-        protocol = limited_protocol(served, Metrics(Replicas(load([]))))
+        protocol = limited_protocol(served, ServerMetrics())
         state = {"config": config, "server_state": ServerState(), "app_state": {}}
         server = await loop.create_server(lambda: protocol(**state), "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as connection:

@@ -111,6 +111,7 @@ def test_a_body_that_is_refused_wakes_nobody(server: Server):
 
 def test_a_stream_keeps_its_model_awake_until_it_ends(server: Server):
     body = {"prompt": [0], "max_tokens": 60, "model": "a"}
+    assert complete(server, OPS, model="a").status == 200
     with closing(wire.Stream(server.url, body, **OPS)) as stream:
         stream.read_events(1)
         unloading = threading.Thread(
@@ -149,11 +150,48 @@ def test_ctrl_c_drains_all(talker: Path, tmp_path: Path):
 
 def test_an_idle_model_is_unloaded_also_if_it_is_the_only_one(talker: Path, tmp_path: Path):
     with serving.started(talker, tmp_path, "serve.idle_sleep_seconds=0.2", stub={}) as server:
-        for _ in range(2):
-            assert complete(server).status == 200
-            wire.wait_until(lambda: status_of(server) == {"talker": "unloaded"})
-            wire.wait_until(lambda: not serving.family(server))
-            assert wire.ask(server.url, "GET", "/health").json["state"] == "ready"
+        assert complete(server).status == 200
+        wire.wait_until(lambda: status_of(server) == {"talker": "unloaded"})
+        wire.wait_until(lambda: not serving.family(server))
+        assert wire.ask(server.url, "GET", "/health").json["state"] == "ready"
+
+
+def test_a_stream_that_waits_for_its_model_is_kept_alive(talker: Path, tmp_path: Path):
+    given = [IDLE, "advanced.comment_seconds=0.2"]
+    with serving.started(talker, tmp_path, *given, stub={"load_seconds": 0.8}) as server:
+        with closing(wire.Stream(server.url, {"prompt": [0], "max_tokens": 2})) as stream:
+            events = stream.read_events()
+        assert stream.headers["content-type"].startswith("text/event-stream") and stream.headers["x-request-id"]
+        silent = next(place for place, each in enumerate(events) if each)
+        assert silent >= 2 and [bool(each["choices"]) for each in events[silent:-1]][:2] == [True, True]
+        assert events[-1] == "[DONE]"
+
+
+def test_if_the_model_cannot_be_loaded_meanwhile_the_stream_ends_with_an_error(talker: Path, tmp_path: Path):
+    given = [IDLE, "advanced.comment_seconds=0.2", "serve.http.log=json"]
+    with serving.started(talker, tmp_path, *given, stub={"load_seconds": 0.8, "no_memory": True}) as server:
+        with closing(wire.Stream(server.url, {"prompt": [0], "max_tokens": 2})) as stream:
+            *_, last = stream.read_events()
+        assert "the KV pool needs 9 GiB" in last["error"]["message"] and last["error"]["code"] == "unavailable"
+        answer = complete(server)
+        assert answer.status == 503 and "the KV pool needs 9 GiB" in answer.json["error"]["message"]
+        entry = serving.wait_for_entry(server, path="/v1/completions", status=200)
+        assert entry["error"].startswith("talker cannot be loaded")
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_while_it_waits_is_forgotten(talker: Path, tmp_path: Path):
+    given = ["serve.idle_sleep_seconds=0.2", "advanced.comment_seconds=0.1", "serve.http.log=json"]
+    with serving.started(talker, tmp_path, *given, stub={"load_seconds": 0.8}) as server:
+        for streams in (True, False):
+            connection = wire.connect(server.url)
+            body = {"prompt": [0], "max_tokens": 2, "stream": streams}
+            connection.sendall(wire.request("POST", "/v1/completions", body))
+            wire.wait_until(lambda: status_of(server)["talker"] == "loading")
+            connection.close()
+            wire.wait_until(lambda: status_of(server)["talker"] == "loaded")
+            wire.wait_until(lambda: status_of(server)["talker"] == "unloaded")
+        assert not serving.log_entries(server, level="error")
 
 
 def test_a_fault_at_the_start_is_one_line(talker: Path, tmp_path: Path):

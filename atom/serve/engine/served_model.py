@@ -93,14 +93,20 @@ class ServedModel:
             return False
         return self._clock() - self.used_at > seconds
 
+    def acquire_now(self) -> bool:
+        """The same as `acquire`, if it is awake; whether it is."""
+        self.used_at = self._clock()
+        is_awake = self.state is ModelState.LOADED and not self._is_leaving
+        if is_awake:
+            self._add_user()
+        return is_awake
+
     async def acquire(self) -> None:
         """Wait until it is awake, and keep it so until `release`.
 
         EngineDeadError if it cannot be loaded, or has just failed; QueueFullError if max_queue requests wait already.
         """
-        self.used_at = self._clock()
-        if self.state is ModelState.LOADED and not self._is_leaving:
-            self._add_user()
+        if self.acquire_now():
             return
         if self._is_closed:
             raise EngineDeadError(self._is_closed)

@@ -6,7 +6,7 @@
     async def tokenize(body: TokenizeRequest, request: Request, context: Named) -> Response: ...
 
 A route whose body has a `model` takes the context of that model: `Named`, or `Awake` if it needs the model's engines,
-which are woken up before and kept awake until the answer is sent.
+which are woken up before and kept awake until the answer is sent. A stream has its head after comment_seconds of that.
 
 FastAPI decodes and checks in the event loop. Even in a thread, each would hold the interpreter's lock until it is done.
 So a long body is read in a thread, and its values are counted before it is decoded: a long text costs no more than a
@@ -15,6 +15,7 @@ short one, but 8 MB of empty lists take seconds.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -37,6 +38,7 @@ from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.http.errors import shown
 from atom.serve.http.sse import until_gone
+from atom.serve.http.waking import WakingStream
 from atom.serve.llama_cpp import FIELDS
 from atom.serve.refused_fields import REFUSED
 from atom.serve.vllm import INSTEAD
@@ -67,12 +69,8 @@ class BodyRoute(APIRoute):
         hints = get_type_hints(self.endpoint, include_extras=True)
         if "body" not in hints:
             return super().get_route_handler()
-        context, endpoint, model, needs_engine = (
-            self.context,
-            self.endpoint,
-            hints["body"],
-            hints.get("context") is Awake,
-        )
+        context, endpoint, model = self.context, self.endpoint, hints["body"]
+        needs_engine = hints.get("context") is Awake
         assert ("context" in hints) == ("model" in model.model_fields), "the body's model is to be found"
 
         async def handle(request: Request) -> Response:
@@ -85,8 +83,16 @@ class BodyRoute(APIRoute):
             body = await context.work(len(data), partial(read_body, data, kind, model, context.config.advanced))
             arguments = {"body": body, "request": request}
             if "context" in hints:
-                arguments["context"] = await self.find(request, vars(body)["model"], needs_engine=needs_engine)
-            answer: Response = await endpoint(**{name: arguments[name] for name in hints if name in arguments})
+                found = arguments["context"] = self.find(request, vars(body)["model"])
+            given = {name: arguments[name] for name in hints if name in arguments}
+            if needs_engine and (waking := self.wake(request, found)) is not None:
+                silence = context.config.advanced.comment_seconds if vars(body).get("stream") else None
+                await wait_for_wake(request, waking, silence)
+                if not waking.done():
+                    assert silence is not None, "others wait to the end"
+                    return WakingStream(request, waking, lambda: endpoint(**given), context.report, silence)
+                await waking
+            answer: Response = await endpoint(**given)
             return answer
 
         return handle
@@ -96,19 +102,36 @@ class BodyRoute(APIRoute):
             scope.setdefault("state", {})["kept_awake"] = kept
             await super().handle(scope, receive, send)
 
-    async def find(self, request: Request, model: str | None, *, needs_engine: bool) -> Context:
-        """The context of a model, its engines awake until the request has been answered.
-
-        EngineDeadError if no requests may come, or they cannot be woken up; ModelNotFoundError.
-        """
+    def find(self, request: Request, model: str | None) -> Context:
+        """The context of a model. EngineDeadError if no requests may come; ModelNotFoundError."""
         self.context.begin()
-        found = self.context.shared.find(request.state.tenant, model)
-        if needs_engine and found.served is not None:
+        return self.context.shared.find(request.state.tenant, model)
+
+    def wake(self, request: Request, context: Context) -> asyncio.Task[None] | None:
+        """Keep a model awake until the request has been answered; what waits for it first, None if it is awake."""
+        model, kept = context.served, request.state.kept_awake
+        if model is None:
+            return None
+        if model.acquire_now():
+            kept.callback(model.release)
+            return None
+
+        async def acquire() -> None:
             began = time.perf_counter()
-            await until_gone(request.receive, found.served.acquire())
-            request.state.kept_awake.callback(found.served.release)
+            await model.acquire()
+            kept.callback(model.release)
             request.state.waking_seconds = time.perf_counter() - began
-        return found
+
+        return asyncio.create_task(acquire())
+
+
+async def wait_for_wake(request: Request, waking: asyncio.Task[None], seconds: float | None) -> None:
+    """Wait for a model, for this many seconds at most. ClientDisconnect if the client leaves."""
+    try:
+        await until_gone(request.receive, asyncio.wait((waking,), timeout=seconds))
+    except BaseException:
+        waking.cancel()
+        raise
 
 
 def body_route(context: Context) -> type[APIRoute]:

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE = b"\n\n"  # nothing to a parser; vLLM's benchmark loses the rest of a stream to a comment
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
 
@@ -37,7 +38,7 @@ class EventStream(Response):
     def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers(STREAM_HEADERS)
         self._events, self._leave = events, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

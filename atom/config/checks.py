@@ -141,6 +141,8 @@ def check_models(serve: ServeConfig) -> None:
     """Check that what is said of models that sleep has an effect."""
     if serve.max_awake is not None and not serve.models:
         raise ConfigError(f"serve.max_awake={serve.max_awake} is of several models; set serve.models, or leave it out")
+    if serve.spare_engine and serve.idle_sleep_seconds is None and not serve.models:
+        raise ConfigError("serve.spare_engine=true is for models that wake up; set serve.idle_sleep_seconds")
     if (level := serve.idle_sleep_level) is None:
         return
     if not serve.enable_sleep_mode:

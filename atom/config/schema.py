@@ -758,6 +758,7 @@ class ServeConfig:
     models: list[str] = of("serve", field(default_factory=list))  # of several: of each a recipe or checkpoint, and more
     max_awake: int | None = of("serve", number(None, 1, INT32))  # models awake at a time; null: as many as fit
     idle_sleep_seconds: float | None = of("serve", number(None, 0, above=True))  # before a model sleeps; null: never
+    spare_engine: bool = of("serve", False)  # a process that has imported torch waits for the next model to wake up
     idle_sleep_level: int | None = of("serve", one_of(None, 1, 2))  # as of /sleep; null: its processes end
     cpu_offload_params: list[str] = field(default_factory=list)  # tables in host memory, as embed_tokens_per_layer
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep

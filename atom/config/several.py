@@ -25,7 +25,7 @@ OWN_HTTP = {  # fields of serve.http that models may differ in; the others are o
     "served_model_name", "chat_template", "chat_template_kwargs", "tool_calls", "max_queue", "max_input_length",
     "max_total_tokens", "max_stop_sequences", "max_top_n_tokens", "best_of",
 }  # fmt: skip
-OF_SERVER = ("serve.max_awake", "serve.idle_exit_seconds", "advanced", "cache", MODELS, "hydra")
+OF_SERVER = ("serve.max_awake", "serve.spare_engine", "serve.idle_exit_seconds", "advanced", "cache", MODELS, "hydra")
 
 
 class Entry(NamedTuple):

@@ -66,6 +66,7 @@ def test_what_is_wrong_with_an_entry_is_one_line_that_names_it(entries: str, fau
     ("override", "fault"),
     [
         ("serve.max_awake=1", "is of several models; set serve.models"),
+        ("serve.spare_engine=true", "is for models that wake up"),
         ("serve.idle_sleep_level=1", "needs serve.enable_sleep_mode=true"),
         ("serve={models: [demo]}", "write serve.models="),
         ("other_models=[[]]", "read from serve.models and cannot be set"),

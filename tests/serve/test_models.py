@@ -156,6 +156,22 @@ def test_an_idle_model_is_unloaded_also_if_it_is_the_only_one(talker: Path, tmp_
         assert wire.ask(server.url, "GET", "/health").json["state"] == "ready"
 
 
+def test_a_spare_process_becomes_the_next_engine(talker: Path, tmp_path: Path):
+    with serving.started(talker, tmp_path, entries(talker), IDLE, "serve.spare_engine=true", stub={}) as server:
+        wire.wait_until(lambda: len(serving.family(server)) == 1)
+        (spare,) = serving.family(server)
+        assert complete(server, model="b").status == 200
+        wire.wait_until(lambda: len(serving.family(server)) == 2)
+        assert spare in serving.family(server), "it is the engine of b, and another one is spare"
+        assert wire.ask(server.url, "POST", "/models/unload", {"model": "b"}).status == 200
+        wire.wait_until(lambda: len(serving.family(server)) == 1)
+        assert spare not in serving.family(server)
+        server.process.send_signal(signal.SIGTERM)
+        (spare,) = serving.family(server)
+        assert server.process.wait(wire.SECONDS) == 0
+        assert not Path(f"/proc/{spare}").exists()
+
+
 def test_a_stream_that_waits_for_its_model_is_kept_alive(talker: Path, tmp_path: Path):
     given = [IDLE, "advanced.comment_seconds=0.2"]
     with serving.started(talker, tmp_path, *given, stub={"load_seconds": 0.8}) as server:

@@ -22,7 +22,7 @@ from typing import Any
 from atom.config import Config
 from atom.errors import AtomError, CapacityError, EngineDeadError
 from atom.serve.engine.client import EngineState
-from atom.serve.engine.process import WORKER, EngineProcess
+from atom.serve.engine.process import WORKER, EngineProcess, Spare
 from atom.serve.engine.replica import Replica
 from atom.serve.engine.replicas import Replicas
 from atom.serve.engine.served_model import ModelState, ServedModel
@@ -46,6 +46,10 @@ class Models:
         started: a process for the first engine of the first model
         clock: seconds, by which models are idle
         """
+        self._spare: Spare | None = None  # for the next that wakes up
+        if configs[0].serve.spare_engine:
+            unused = started if started is not None and not started.is_configured else None
+            self._spare, started = Spare(command, unused), None if unused is started else started
         self._has_several = len(configs) > 1
         self._models: list[ServedModel] = []
         for number, config in enumerate(configs):
@@ -113,6 +117,7 @@ class Models:
             self.wake(each)
         if not self._first:
             self.ready.set()
+            self._prepare_spare()
 
     def wake(self, model: ServedModel) -> asyncio.Task[None]:
         """Have a model loaded, unless it is being; the task that does so."""
@@ -184,6 +189,8 @@ class Models:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._spare is not None:
+            await asyncio.to_thread(self._spare.end)
         return ", ".join(await asyncio.gather(*(each.engines.end() for each in self)))
 
     async def _load(self, model: ServedModel) -> None:
@@ -206,8 +213,14 @@ class Models:
             return
         if is_awake(model):
             model.admit()
+            self._prepare_spare()
         if all(each.state is ModelState.LOADED for each in self._first):
             self.ready.set()
+
+    def _prepare_spare(self) -> None:
+        """Have a process ready for the next start, now that none is under way."""
+        if self._spare is not None and not any(each.state is ModelState.LOADING for each in self):
+            self._spare.prepare(is_piped=self._models[0].engines[0].is_piped)
 
     async def _take_place(self, model: ServedModel) -> bool:
         """Note that a model loads, and make room for it before. False: others are loading, which have to be waited for.
@@ -237,7 +250,7 @@ class Models:
         while True:
             try:
                 async with self._loading:
-                    return await model.load()
+                    return await model.load(self._spare)
             except CapacityError as error:
                 fields = {"fields": {"reason": str(error)}}
                 is_start = model in self._first and not self.ready.is_set()

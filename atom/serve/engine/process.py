@@ -94,6 +94,33 @@ class EngineProcess:
             relay(line)
 
 
+class Spare:
+    """A process that has imported torch, for the next engine that starts."""
+
+    def __init__(self, command: tuple[str, ...], process: EngineProcess | None = None) -> None:
+        """process: the first, if there is one already"""
+        self._command, self._process = command, process
+
+    def prepare(self, *, is_piped: bool) -> None:
+        """Start a process, unless one waits."""
+        if self._process is None:
+            with contextlib.suppress(OSError):  # a start that has none says what is wrong
+                self._process = EngineProcess(self._command, is_piped=is_piped)
+
+    def take(self) -> EngineProcess | None:
+        """The process, if there is one and it has not ended."""
+        process, self._process = self._process, None
+        if process is not None and process.has_ended():
+            process.end()
+            return None
+        return process
+
+    def end(self) -> None:
+        if (process := self.take()) is not None:
+            process.end()
+            process.connection.close()
+
+
 def describe_exit(code: int, *, has_left: bool) -> str:
     """Describe the exit code of the engine's process. has_left: it ended unexpectedly."""
     if code >= 0:

@@ -102,6 +102,15 @@ class Replica:
         self._process.configure(self._config, self.number)
         await self.client.connect(self._process.connection)
 
+    @property
+    def is_piped(self) -> bool:
+        """Whether what its process prints is read here."""
+        return self._relay() is not None
+
+    def adopt(self, process: EngineProcess) -> None:
+        """Take a process for the next start."""
+        self._started = process
+
     def renew(self) -> None:
         """Prepare the next start, after an end that was asked for."""
         self.client = EngineClient(self._config)

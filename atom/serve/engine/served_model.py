@@ -20,6 +20,7 @@ from enum import StrEnum
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.serve.engine.client import QueueFullError
 from atom.serve.engine.events import wait_for_any
+from atom.serve.engine.process import Spare
 from atom.serve.engine.replicas import Replicas
 
 LOG = logging.getLogger("atom.serve")
@@ -168,7 +169,7 @@ class ServedModel:
         LOG.error("%s is dead, and loaded again when it is asked for", self.name, extra={"fields": fields})
         self._ending = asyncio.create_task(self._end_dead())
 
-    async def load(self) -> None:
+    async def load(self, spare: Spare | None = None) -> None:
         """Start its engines, or wake them up, and wait for one. CapacityError if memory lacks; AtomError, OSError."""
         if self._ending is not None:
             await self._ending
@@ -181,6 +182,8 @@ class ServedModel:
             except EngineDeadError:
                 self._ending = asyncio.create_task(self._end_dead())
                 raise
+        if spare is not None and (process := spare.take()) is not None:
+            self.engines[0].adopt(process)
         try:
             await self.engines.start()
         except OSError:

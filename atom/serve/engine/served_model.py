@@ -146,7 +146,7 @@ class ServedModel:
 
     def fail(self, error: Exception) -> None:
         """Note that it could not be loaded; who waits gets the error."""
-        self.state = ModelState.SLEEPING if self._is_dozing else ModelState.UNLOADED
+        self.state = ModelState.SLEEPING if self._has_processes else ModelState.UNLOADED
         self.is_requested = False
         self.error = error if isinstance(error, AtomError) else AtomError(f"the system cannot start it: {error}")
         self._num_failures += 1
@@ -174,9 +174,9 @@ class ServedModel:
         if self._ending is not None:
             await self._ending
             self._ending = None
-        if self._is_dozing:
-            try:
-                return await self.engines.wake_up(None)
+        if self._has_processes:
+            try:  # an operator may have woken them up
+                return await self.engines.wake_up(None) if self.engines.is_sleeping else None
             except RequestError as error:
                 raise CapacityError(str(error)) from None
             except EngineDeadError:
@@ -221,9 +221,8 @@ class ServedModel:
         self._refuse(reason)
 
     @property
-    def _is_dozing(self) -> bool:
-        """Whether its engines have processes, and no memory."""
-        return self.engines.ready.is_set() and not self.engines.dead.is_set() and self.engines.is_sleeping
+    def _has_processes(self) -> bool:
+        return self.engines.ready.is_set() and not self.engines.dead.is_set()
 
     async def _doze(self, level: int) -> bool:
         """Have its engines give up their memory; whether they did."""

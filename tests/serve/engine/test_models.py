@@ -34,6 +34,7 @@ class Played(Replica):
     events: list[str]  # what each was asked for
     lacking: list[str]  # names of models for which memory lacks, once each
     broken: list[str]  # of those that cannot be loaded
+    stuck: list[str]  # of those that lack memory to wake up, once each
     gate: asyncio.Event  # no engine is ready before it is set
 
     async def start(self) -> None:
@@ -58,7 +59,11 @@ class Played(Replica):
             for message in frames.feed(data):
                 self.events.append(f"{type(message).__name__} {self.model}")
                 if isinstance(message, Sleep | WakeUp):
-                    writer.write(encode(Done(message.id, "", is_sleeping=isinstance(message, Sleep))))
+                    is_stuck = isinstance(message, WakeUp) and self.model in self.stuck
+                    if is_stuck:
+                        self.stuck.remove(self.model)
+                    is_sleeping = is_stuck or isinstance(message, Sleep)
+                    writer.write(encode(Done(message.id, "", LACKS if is_stuck else "", is_sleeping=is_sleeping)))
                 if isinstance(message, End):
                     writer.close()
                     return
@@ -111,6 +116,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
                 "events": events,
                 "lacking": lacking or [],
                 "broken": broken or [],
+                "stuck": [],
                 "gate": gate,
             }.items():
                 monkeypatch.setattr(Played, name, value, raising=False)
@@ -208,6 +214,36 @@ def test_with_a_level_its_engines_keep_their_processes(play: Play):
         assert states(models) == "a:loaded b:unloaded"
 
     assert play(test, **LIGHT) == ["start a", "Sleep a", "WakeUp a"]
+
+
+def test_engines_that_an_operator_has_woken_up_are_taken_as_they_are(play: Play):
+    async def test(models: Models, clock: Clock) -> None:
+        await use(models[0])
+        clock.now += 61
+        models.check()
+        await until(lambda: models[0].state is ModelState.SLEEPING)
+        await models[0].engines.wake_up(None)
+        await use(models[0])
+        assert states(models) == "a:loaded b:unloaded"
+
+    assert play(test, **LIGHT) == ["start a", "Sleep a", "WakeUp a"]
+
+
+def test_one_that_cannot_wake_up_is_asleep_still(play: Play):
+    async def test(models: Models, clock: Clock) -> None:
+        await use(models[0])
+        clock.now += 61
+        models.check()
+        await until(lambda: models[0].state is ModelState.SLEEPING)
+        Played.stuck.append("a")
+        with pytest.raises(EngineDeadError, match=LACKS):
+            await models[0].acquire()
+        assert states(models) == "a:sleeping b:unloaded"
+        clock.now += 1
+        await use(models[0])
+        assert states(models) == "a:loaded b:unloaded"
+
+    assert play(test, **LIGHT) == ["start a", "Sleep a", "WakeUp a", "WakeUp a"]
 
 
 def test_the_least_recently_used_one_makes_room(play: Play):

@@ -17,6 +17,7 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from atom.assemble import open_engine
@@ -107,8 +108,8 @@ class LLMEngine:
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
-        prompt_logprobs if asked for. A prompt that fails while others run has finish_reason error and its `error`;
-        what fails all that run is raised.
+        prompt_logprobs if asked for, and prefix_hit with explain. A prompt that fails while others run has
+        finish_reason error and its `error`; what fails all that run is raised.
         """
         return [answer(sequence) for sequence in self.complete(prompts, sampling_params, adapters, use_tqdm)]
 
@@ -395,6 +396,8 @@ def answer(sequence: Sequence) -> dict[str, Any]:
         result["error"] = sequence.error
     if sequence.params.n > 1:
         result["index"] = sequence.index
+    if sequence.hit is not None:
+        result["prefix_hit"] = msgspec.structs.asdict(sequence.hit)
     if sequence.params.logprobs is not None:
         result["logprobs"] = sequence.logprobs
     if sequence.params.prompt_logprobs is not None:

@@ -92,6 +92,10 @@ TOKEN_ID = number(0, 0, INT32).metadata
 COUNT = number(0, 0, INT32).metadata
 PATTERNS = ("max_pattern_size", "min_pattern_size", "min_count")  # of repetition_detection, by vLLM's names
 BIAS = number(0, -100, 100).metadata
+RETENTION = {  # the fields of cache_retention
+    "seconds": number(300.0, 0, 86400, above=True),  # as Anthropic's shortest ttl
+    "priority": number(50, 0, 100),  # those of a lower one are given up first
+}
 # the kinds of SamplingParams.structured_outputs, by the names of vLLM's StructuredOutputsParams: types and meaning
 STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
@@ -154,6 +158,10 @@ class SamplingParams:
         None, -1, INT32
     )  # tokens of reasoning, after which its end marker is forced; null or -1: any number
     repetition_detection: dict[str, int] | None = None  # {max_pattern_size, min_pattern_size, min_count}: tokens, times
+    cache_retention: dict[str, int | float] | None = (
+        None  # {seconds, priority}: keep the prompt's KV from eviction so long
+    )
+    explain: bool = False  # report where the prompt's hit in the prefix cache ended, and why
     stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
     tool_calls: str | None = None  # a grammar in Lark's notation, in which @answer is what structured_outputs say
@@ -171,6 +179,7 @@ class SamplingParams:
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
         self.repetition_detection = repetition_detection(self.repetition_detection)
+        self.cache_retention = cache_retention(self.cache_retention)
         if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -275,6 +284,21 @@ def repetition_detection(value: Any) -> dict[str, int] | None:
     if found["max_pattern_size"] and found["min_count"] < 2:
         raise RequestError(f"repetition_detection: min_count={found['min_count']} must be 2 or more")
     return found | {"min_pattern_size": max(found["min_pattern_size"], 1)} if found["max_pattern_size"] else None
+
+
+def cache_retention(value: Any) -> dict[str, int | float] | None:
+    """How long a prompt's KV is kept from eviction, with all fields of RETENTION; None: as any other."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"cache_retention={value!r} is not a mapping of {', '.join(RETENTION)}")
+    if unknown := [name for name in value if name not in RETENTION]:
+        raise RequestError(f"cache_retention: there is no {unknown[0]!r}; it takes {', '.join(RETENTION)}")
+    found = {name: value[name] if value.get(name) is not None else each.default for name, each in RETENTION.items()}
+    return {
+        name: sampling_number(f"cache_retention: {name}", number, type(each.default).__name__, each.metadata)
+        for (name, number), each in zip(found.items(), RETENTION.values(), strict=True)
+    }
 
 
 def check_reasoning(value: Any) -> None:

@@ -64,6 +64,8 @@ SAMPLING = {
     "structured_outputs": None,
     "thinking_token_budget": None,
     "repetition_detection": None,
+    "cache_retention": None,
+    "explain": False,
     "reasoning": None,
     "tool_calls": None,
 }
@@ -117,7 +119,7 @@ model.gguf: architecture weights interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
-serve: enable_prefix_caching state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
+serve: enable_prefix_caching cache_retention_share state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize classifier_from_token
 serve: scheduler_delay_factor max_itl_ms method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve: models max_awake spare_engine idle_sleep_seconds idle_sleep_level
@@ -130,7 +132,7 @@ job: kind output output_file gpu chat system_prompt stage save_tokenizer pipelin
 job: a b bound bisect save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
-sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection reasoning tool_calls
+sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection cache_retention explain reasoning tool_calls
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft other_models
 """
 

@@ -11,6 +11,7 @@ from atom.runtime.draft.speculation import Drafter, NgramDrafter, RunnerDrafter
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.host_blocks import HostBlocks
+from atom.runtime.kv.retention import RetentionLimits
 from atom.runtime.schedule.data_parallel import DataParallelScheduler
 from atom.runtime.schedule.prefill_budget import PrefillBudget
 from atom.runtime.schedule.scheduler import Scheduler
@@ -50,6 +51,7 @@ def open_caches(
             costs=None if host is None else host.costs,
             files=None if host is None else host.files,
             state_interval=serve.state_interval,
+            retention=RetentionLimits(serve.cache_retention_share),
         )
         for _ in range(num_groups)
     ]

@@ -738,6 +738,7 @@ class ServeConfig:
     max_num_seqs: int = number(512, 1, 1 << 16)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1, 1 << 24)  # tokens in a step
     enable_prefix_caching: bool = True  # share the KV of prompts that begin alike
+    cache_retention_share: float = number(0.5, 0, 0.9)  # of KV blocks, that a key's requests may retain; 0: none
     state_memory: int | None = number(None, 1, MAX_BYTES)  # bytes a rank for copies of recurrent state; null: a tenth
     state_interval: int = number(16, 1, INT32)  # tokens of an answer between copies of its recurrent state
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
@@ -866,6 +867,7 @@ class SamplingConfig(SamplingParams):
     logit_bias: Any = None
     structured_outputs: Any = None
     repetition_detection: Any = None
+    cache_retention: Any = None
     max_tokens: int | None = number(None, 1, INT32)  # type: ignore[assignment]  # null: 64; of a chat served: all that fit
     defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json if none is given
 

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
 from atom.runtime.kv.files import KVFiles
+from atom.runtime.kv.retention import retained_prefixes
 from atom.runtime.metrics import EngineStats
 from atom.runtime.profiler import Profiler
 from atom.runtime.ranks.links import Ranks
@@ -153,6 +154,7 @@ class Engine:
         bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
         matchers = self._compile_grammar(params)
         thinking = self.vocabulary.limit_thinking(params, tokens)
+        retained = retained_prefixes(options.retained, params, len(tokens))
         with self._lock:
             request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
             seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -178,6 +180,7 @@ class Engine:
                 repetition=make_detector(params),
                 bad_words=bad_words,
                 adapter=lora,
+                retained=retained,
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)
@@ -309,6 +312,7 @@ class Engine:
         scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.fullest
         num_host_used, num_host = scheduler.host_usage
+        retained = scheduler.retention
         everyone = [] if self._loras is None else list(scheduler.sequences.values())
         adapters = {(each.adapter.name, each.slot >= 0) for each in everyone if each.adapter is not None}
         return replace(
@@ -322,6 +326,9 @@ class Engine:
             waiting_adapters=sorted(name for name, is_running in adapters if not is_running),
             num_blocks=num_blocks,
             num_blocks_used=num_used,
+            num_retained_blocks=retained.num_claimed,
+            num_retained_found=retained.num_found,
+            num_retained_overridden=retained.num_overridden,
             num_host_blocks=num_host,
             num_host_blocks_used=num_host_used,
             num_read_blocks=0 if self._files is None else self._files.num_read,

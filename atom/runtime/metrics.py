@@ -60,6 +60,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_deferred: int = 0  # sequences that wait for something other than room
     running_adapters: list[str] = msgspec.field(default_factory=list)  # names of adapters that these have
     waiting_adapters: list[str] = msgspec.field(default_factory=list)
+    num_retained_blocks: int = 0  # of KV, of all kinds, that requests want to be kept
+    num_retained_found: int = 0  # of these, found by requests after they would have been evicted, since the start
+    num_retained_overridden: int = 0  # taken for running sequences before their time was over, since the start
 
     def count_step(self, num_tokens: int) -> None:
         """Count a step by its tokens; `step_sizes` ends with those beyond STEP_TOKENS."""

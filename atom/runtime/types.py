@@ -139,6 +139,25 @@ class Adapter:
     is_dropped: bool = False  # no new request gets it
 
 
+class RetainedPrefix(NamedTuple):
+    """A beginning of a prompt whose KV is kept from eviction, as far as the share of its key goes."""
+
+    num_tokens: int
+    seconds: float  # from the end of the last request that asks for it
+    priority: int  # 0 to 100: those of a lower one are given up first
+
+
+class PrefixHit(msgspec.Struct, array_like=True, frozen=True):
+    """Where the hit of a prompt in the prefix cache ended, and why; `runtime.kv.explain` has the reasons."""
+
+    num_tokens: int  # that were cached
+    reason: str
+    index: int  # of the first token to which the reason applies
+    token: int | None = None  # the prompt's there
+    earlier: int | None = None  # that of the earlier prompt, with `different_token`
+    seconds: float | None = None  # since the eviction, with `evicted`; None: not known
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """Options of a request besides its prompt and its sampling parameters."""
@@ -150,6 +169,7 @@ class RequestOptions:
     pooling: str | None = None  # LAST or MEAN, for an embedding; the one token that is generated is ignored
     classify: bool = False  # the embedding is scored for each label, and the scores are in its place
     adapter: str | None = None  # the name of a LoRA adapter; only its requests share cached prefixes
+    retained: tuple[RetainedPrefix, ...] = ()  # besides the one of SamplingParams.cache_retention
 
 
 NO_OPTIONS = RequestOptions()
@@ -178,6 +198,7 @@ class Request:
     repetition: RepetitionState | None = None  # None: it may repeat itself
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not follow one another
     adapter: Adapter | None = None  # None: only the model's own weights
+    retained: tuple[RetainedPrefix, ...] = ()  # beginnings of the prompt that are kept from eviction
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
@@ -192,6 +213,7 @@ class SchedulingState:
     group: int = 0  # the data group that it is in, once it is in one
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
+    hit: PrefixHit | None = None  # where that ended, if the request asks for it
     blocks: dict[str, list[int]] = field(default_factory=dict)  # state kind -> block numbers, in order; 0 is no block
     num_released: dict[str, int] = field(default_factory=dict)  # state kind -> the first blocks, which it has released
     num_matched: int = 0  # tokens of which others had the KV when it was admitted, but not the recurrent state

@@ -1681,6 +1681,12 @@ def test_the_profiler_is_set_by_the_environment_where_no_override_does(monkeypat
             [{"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 2}, None],
             [{"max_pattern_size": 4}, {"size": 4}, 4, {"max_pattern_size": "x"}],
         ),
+        (
+            "cache_retention",
+            [{"seconds": 5, "priority": 3}, {}, {"seconds": None}, None],
+            [{"seconds": 0}, {"second": 5}, 5, {"priority": 1.5}, {"priority": True}],
+        ),
+        ("explain", [True], [1, None]),
         ("include_stop_str_in_output", [True], [1, None]),
         ("skip_special_tokens", [False], [0, None]),
         ("visible_tokens", [["<|python_tag|>"], [], None], [[""], [1], "x"]),

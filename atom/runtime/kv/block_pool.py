@@ -5,8 +5,8 @@
     pool.publish(block, prefix)                         # others find it, and share it
     pool.release(block)                                 # by its last holder: cached
 
-A pool may be backed by a `HostPool` in host memory, where the content of cached blocks is saved. A `HostPool` may be
-backed by files.
+Of the cached blocks, some may be retained: `RetainedBlocks` has those that were passed over. A pool may be backed by a
+`HostPool` in host memory, where the content of cached blocks is saved. A `HostPool` may be backed by files.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import islice
 
+from atom.runtime.kv.explain import EvictionLog
 from atom.runtime.kv.files import KVFiles, digest_of
 from atom.runtime.kv.prefix_cache import Prefix, PrefixCache
+from atom.runtime.kv.retention import RetainedBlocks, RetentionLimits
 from atom.runtime.types import StateKind
 
 SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
@@ -24,8 +26,20 @@ SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are
 class BlockPool:
     """The blocks of one state kind: held by tables, free and blank, or free and cached until they are taken."""
 
-    def __init__(self, kind: StateKind, num_blocks: int, prefixes: PrefixCache, host: HostPool | None = None) -> None:
-        """host: the pool in host memory where the content of cached blocks is saved; None: it is lost"""
+    def __init__(
+        self,
+        kind: StateKind,
+        num_blocks: int,
+        prefixes: PrefixCache,
+        host: HostPool | None = None,
+        retention: RetentionLimits = RetentionLimits(),  # noqa: B008
+        log: EvictionLog | None = None,
+    ) -> None:
+        """
+        host: the pool in host memory where the content of cached blocks is saved; None: it is lost
+        retention: of cached blocks
+        log: of the prefixes that leave the pool; None: nobody asks
+        """
         assert num_blocks > 1, f"{kind.name}: a pool needs a block besides block 0"
         self.kind, self.name = kind, kind.name  # the name is that of its blocks in `Prefix`
         self.keeps_all = kind.rule.keeps_all
@@ -34,24 +48,40 @@ class BlockPool:
         self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
         self.blank = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.retained = RetainedBlocks(self.cached, num_blocks - 1, retention)
         self.host = host
         self.unwritten: set[int] = set()  # published ones that the step which is planned will write
         self.saves: list[tuple[int, int]] = []  # of the next plan: blocks, and the host's to save them to
         self.is_overwritten = False  # one of these blocks is taken already
         self._prefixes = prefixes
+        self._log = log
 
     @property
     def num_free(self) -> int:
-        return len(self.blank) + len(self.cached)
+        return len(self.blank) + len(self.cached) + self.retained.num_passed
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a block is free that is not retained."""
+        return bool(self.blank) or self.retained.find_next() is not None
+
+    @property
+    def newest_first(self) -> list[int]:
+        """The free blocks with content: those that were retained, then the others, most recently used first."""
+        return [*reversed(self.retained.passed), *reversed(self.cached)]
 
     def take(self, *, to_load: bool = False) -> int:
         """Take a free block. to_load: for a load from the host, which runs after the save of what the block held"""
         if self.blank:
             block = self.blank.pop()
         else:
-            block, _ = self.cached.popitem(last=False)
+            found = self.retained.find_next()
+            block = self.retained.find_least() if found is None else found
             self._evict(block, to_load)
+            if self._log is not None:
+                self._log.add(self.name, self._prefix_of(block).key)
             self.drop(block)
+            self.cached.pop(block, None)
         self.num_holders[block] = 1
         return block
 
@@ -59,9 +89,11 @@ class BlockPool:
         """Drop the prefix whose last tokens a block holds."""
         self._prefixes.forget(self._prefix_of(block), self.name)
         self.prefix[block] = None
+        self.retained.forget(block)
 
     def forget(self) -> None:
         """Drop all prefixes, and the copies that were to come with the next plan; no block is held."""
+        self.retained.clear()
         while self.cached:
             block, _ = self.cached.popitem(last=False)
             self.drop(block)
@@ -69,14 +101,17 @@ class BlockPool:
         self.saves, self.is_overwritten = [], False
 
     def discard(self, block: int) -> None:
-        """Drop a cached block, which is blank then."""
+        """Drop a cached block that is not retained; it is blank then."""
         del self.cached[block]
         self.drop(block)
         self.blank.append(block)
 
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
-            del self.cached[block]
+            if block in self.cached:
+                del self.cached[block]
+            else:
+                self.retained.take_back(block)
         self.num_holders[block] += 1
         return block
 
@@ -131,6 +166,7 @@ class BlockPool:
         if host is None or host.name in prefix.blocks or not host.can_refill:
             return False
         copy = host.refill(prefix)
+        self.retained.copy_claims(block, host.retained, copy)
         self.saves.append((block, copy))
         return True
 
@@ -143,8 +179,15 @@ class BlockPool:
 class HostPool(BlockPool):
     """The blocks in host memory of one state kind, whose content may go to files when they are taken."""
 
-    def __init__(self, kind: StateKind, num_blocks: int, prefixes: PrefixCache, files: KVFiles | None) -> None:
-        super().__init__(kind, num_blocks, prefixes)
+    def __init__(
+        self,
+        kind: StateKind,
+        num_blocks: int,
+        prefixes: PrefixCache,
+        files: KVFiles | None,
+        retention: RetentionLimits = RetentionLimits(),  # noqa: B008
+    ) -> None:
+        super().__init__(kind, num_blocks, prefixes, retention=retention)
         self.name = f"host:{kind.name}"
         self.fresh: set[int] = set()  # blocks that the next plan's copies write to
         self._files = files
@@ -153,8 +196,11 @@ class HostPool(BlockPool):
 
     @property
     def can_refill(self) -> bool:
-        """Whether a block is free that no copy of the next plan reads or writes."""
-        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
+        """Whether a block is free that is not retained, and that no copy of the next plan reads or writes."""
+        if self.blank:
+            return True
+        found = self.retained.find_next()
+        return found is not None and found not in self.fresh
 
     def refill(self, prefix: Prefix, content: object = None) -> int:
         """Take a block for the content of a prefix. content: read from a file; None: a save brings it"""

@@ -45,9 +45,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from atom.runtime.kv.block_pool import BlockPool, HostPool
+from atom.runtime.kv.explain import CACHING_OFF, PrefixHistory
 from atom.runtime.kv.files import Fetch, KVFiles, chain, digest_of
 from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, count_common, pack
-from atom.runtime.types import BlockCopies, Sequence, StateKind, SwapCosts
+from atom.runtime.kv.retention import RetentionCounts, RetentionLimits, retain
+from atom.runtime.types import BlockCopies, PrefixHit, Sequence, StateKind, SwapCosts
 
 SAVED_BYTES = 64 << 20  # max bytes that are saved during a step, which takes longer than these copies
 LOADED_BYTES = 256 << 20  # min load budget of a step; 5 ms of PCIe 5, about a decode step of an 8B model
@@ -81,6 +83,7 @@ class KVCache:
         files: KVFiles | None = None,
         loaded_bytes: int = LOADED_BYTES,
         state_interval: int = 16,
+        retention: RetentionLimits = RetentionLimits(),  # noqa: B008
     ) -> None:
         """
         num_blocks: of each pool, by state kind, including block 0, where padding reads and writes
@@ -90,18 +93,28 @@ class KVCache:
         files: where blocks go that are evicted from host memory; None: they are lost
         loaded_bytes: load budget of a step, to which the time that its tokens take adds
         state_interval: tokens of an answer between copies of its recurrent state
+        retention: of prefixes that requests ask to keep
         """
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixCache()
         self.costs, self._loaded_bytes = costs, loaded_bytes
         self.host_pools = {
-            kind.name: HostPool(kind, num_host_blocks[kind.name], self.prefixes, files)
+            kind.name: HostPool(kind, num_host_blocks[kind.name], self.prefixes, files, retention)
             for kind in kinds
             if num_host_blocks is not None
         }
+        self.history = PrefixHistory(block_size, salt, retention.clock)
         self.pools = [
-            BlockPool(kind, num_blocks[kind.name], self.prefixes, self.host_pools.get(kind.name)) for kind in kinds
+            BlockPool(
+                kind,
+                num_blocks[kind.name],
+                self.prefixes,
+                self.host_pools.get(kind.name),
+                retention,
+                self.history.evictions if enable_prefix_caching else None,
+            )
+            for kind in kinds
         ]
         self.files = files
         self._paged = [pool for pool in self.pools if not pool.kind.rule.in_slot]  # with an entry for each token
@@ -134,6 +147,11 @@ class KVCache:
         pools = self.host_pools.values()
         counts = ((pool.num_blocks - 1 - len(pool.blank), pool.num_blocks - 1) for pool in pools)
         return max(counts, default=(0, 0), key=lambda count: count[0])
+
+    @property
+    def retention(self) -> RetentionCounts:
+        """What became of the retained blocks."""
+        return sum((pool.retained.counts for pool in self.pools), RetentionCounts())
 
     @property
     def shares_step(self) -> bool:
@@ -230,7 +248,22 @@ class KVCache:
                 self._load(sequence, path)
         if num_shared:
             self._set_published(sequence, path[num_shared - 1], num_shared)
+            self._retain(sequence, self._releasing)
         return len(path) * self.block_size
+
+    def note_admission(self, sequence: Sequence, num_cached: int) -> None:
+        """Record an admitted prompt, and where its hit ended if it asks for that."""
+        if sequence.params.explain and sequence.parent is None:
+            sequence.hit = self._explain(sequence, num_cached)
+        if self.enable_prefix_caching:
+            self.history.record(sequence)
+
+    def _explain(self, sequence: Sequence, num_cached: int) -> PrefixHit:
+        if not self.enable_prefix_caching:
+            return PrefixHit(num_cached, CACHING_OFF, num_cached)
+        lacks_state = bool(self._recurrent) and sequence.num_matched > num_cached
+        pools = self._recurrent if lacks_state else self._paged or self._recurrent
+        return self.history.explain(sequence, num_cached, [pool.name for pool in pools], lacks_state=lacks_state)
 
     def find_cached(self, sequence: Sequence) -> Cached:
         """Count the cached tokens that `match_prefix` would give the sequence."""
@@ -340,11 +373,14 @@ class KVCache:
         self.prefixes.prune(prefix)
 
     def cached_blocks(self) -> Iterator[tuple[str, int, int, bytes]]:
-        """All cached blocks, most recently used first: kind, block or 0, the host's block or 0, key of the file."""
+        """All cached blocks, retained and most recently used ones first.
+
+        Each as its kind, the block or 0, the host's block or 0, and the key of the file.
+        """
         for pool in self.pools:
-            held = [(block, 0) for block in reversed(pool.cached)]
+            held = [(block, 0) for block in pool.newest_first]
             host = self.host_pools[pool.name]
-            held += [(0, block) for block in reversed(host.cached) if block not in host.fresh]
+            held += [(0, block) for block in host.newest_first if block not in host.fresh]
             for block, copy in held:
                 prefix = pool.prefix[block] if block else host.prefix[copy]
                 assert prefix, "a cached block has a prefix"
@@ -399,7 +435,7 @@ class KVCache:
                 if not table[index]:
                     if not pool.blank:
                         self._discard_last(sequence, pool)
-                    if pool.num_free:
+                    if pool.has_idle:
                         table[index] = pool.take()
         return num_tokens
 
@@ -421,11 +457,12 @@ class KVCache:
         return not self._recurrent
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
-        """Where the sequence's state is wanted: after its last full block, and where it parts from other sequences."""
+        """Where the sequence's state is wanted: after its last full block, and where others begin or part from it."""
         if not self.enable_prefix_caching and sequence.params.n == 1:
             return ()
         last = (sequence.num_tokens - 1) // self.block_size * self.block_size
-        return last, sequence.num_matched, sequence.parting
+        retained = (each.num_tokens // self.block_size * self.block_size for each in sequence.retained)
+        return last, sequence.num_matched, sequence.parting, *retained
 
     def _kept_at(self, sequence: Sequence, end: int) -> set[int]:
         """The positions, up to its end, after which a step keeps the sequence's state.
@@ -457,6 +494,8 @@ class KVCache:
             known[pool.name] = max(first, stop)
 
     def free(self, sequence: Sequence) -> None:
+        self._retain(sequence, (*self.pools, *self.host_pools.values()))
+        self.history.note_end(sequence)
         for pool in self.pools:
             for block in reversed(sequence.blocks.get(pool.name, [])):  # what follows a prefix goes before it
                 if block:
@@ -596,6 +635,7 @@ class KVCache:
         num_full = num_tokens // self.block_size
         if index >= num_full:
             return
+        is_of_prompt = index * self.block_size < len(sequence.prompt)
         prefix = prefix or self.prefixes.extend(None, self._salt + sequence.salt)
         if not prefix:
             return
@@ -615,11 +655,18 @@ class KVCache:
                         self._last[sequence, pool] = block, child
             prefix, index = child, index + 1
         self._set_published(sequence, prefix, index)
+        if is_of_prompt:
+            self._retain(sequence, self._releasing)
+
+    def _retain(self, sequence: Sequence, pools: SequenceOf[BlockPool]) -> None:
+        """Retain what a sequence asks for of the blocks of pools, which may be evicted once they are released."""
+        if sequence.retained and pools and sequence in self._published:
+            retain(sequence, *self._published[sequence], pools, self.block_size)
 
     def _discard_last(self, sequence: Sequence, pool: BlockPool) -> None:
         """Discard the newest copy of a state in the sequence's answer, in place of which there will be another one."""
         last, prefix = self._last.pop((sequence, pool), (0, None))
-        if last in pool.cached and pool.prefix[last] is prefix:
+        if last in pool.cached and pool.prefix[last] is prefix and last not in pool.retained:
             pool.discard(last)
 
     def _set_published(self, sequence: Sequence, prefix: Prefix, num_blocks: int) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from msgspec.structs import replace
 
 from atom.errors import RequestError
+from atom.runtime.kv.retention import RetentionCounts
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.fair_queue import FairQueue
 from atom.runtime.schedule.prefill_budget import PrefillBudget
@@ -92,6 +93,11 @@ class DataParallelScheduler:
         """Used blocks and all blocks of the groups' fullest pools on the host."""
         num_used, num_blocks = zip(*(group.host_usage for group in self.groups), strict=True)
         return sum(num_used), sum(num_blocks)
+
+    @property
+    def retention(self) -> RetentionCounts:
+        """What became of the retained blocks of the groups' KV."""
+        return sum((group.retention for group in self.groups), RetentionCounts())
 
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""

@@ -41,6 +41,7 @@ from atom.errors import RequestError
 from atom.runtime.draft.speculation import Drafter, RunnerDrafter, is_drafted
 from atom.runtime.draft.table import Acceptance
 from atom.runtime.kv.cache import Cached, KVCache
+from atom.runtime.kv.retention import RetentionCounts
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.schedule.fair_queue import FairQueue
 from atom.runtime.schedule.prefill_budget import PrefillBudget
@@ -189,6 +190,11 @@ class Scheduler:
     def host_usage(self) -> tuple[int, int]:
         """Used blocks and all blocks of the fullest pool on the host."""
         return self.cache.host_usage
+
+    @property
+    def retention(self) -> RetentionCounts:
+        """What became of the retained blocks of KV."""
+        return self.cache.retention
 
     def has_room(self, sequence: Sequence, num_shared: int, num_promised: int) -> bool:
         """Whether blocks are free for a sequence, besides those promised to others. num_shared: of its tokens"""
@@ -500,6 +506,7 @@ class Scheduler:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
             self.stats.num_cached_tokens += num_cached if sequence.parent is None else 0
+            self.cache.note_admission(sequence, num_cached)
             self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
         self._count_hits(sequence, num_cached, num_forked)
         return num_tokens

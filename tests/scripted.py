@@ -22,7 +22,7 @@ from atom.serve.app import create_app
 from atom.serve.auth.tenants import Tenant
 from atom.serve.context import Context
 from atom.serve.engine.frames import Message, encode
-from atom.serve.engine.protocol import Abort, End, Finish, Output, Outputs, Ready, Submit, to_engine
+from atom.serve.engine.protocol import Abort, Admitted, End, Finish, Output, Outputs, Ready, Submit, to_engine
 from atom.serve.engine.replicas import Replicas
 from atom.serve.ops.metrics import Metrics
 
@@ -75,6 +75,14 @@ def post(
     return asyncio.run(run())
 
 
+def decode(config: Config, tokens: list[int]) -> str:
+    """The text of a prompt that the engine was sent."""
+    assert config.checkpoint is not None
+    tokenizer = load_tokenizer(Path(config.checkpoint))
+    assert tokenizer is not None
+    return tokenizer.decode(tokens, skip_special_tokens=False)
+
+
 async def play(connection: socket.socket, script: Script, seen: list[Submit]) -> None:
     """The engine, until it is to end."""
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -99,5 +107,6 @@ def answers(script: Script, submit: Submit) -> list[Message]:
         return script(submit)
     *pieces, last = script.pieces
     finish = Finish(script.reason, len(script.pieces), script.num_cached, 0.0, script.stop)
-    outputs = [Output(submit.id, 0, piece, [1]) for piece in pieces]
-    return [Outputs([each], 1, {}) for each in (*outputs, Output(submit.id, 0, last, [1], None, finish))]
+    outputs = [*(Output(submit.id, 0, piece, [1]) for piece in pieces), Output(submit.id, 0, last, [1], None, finish)]
+    outputs[0].admitted = Admitted(script.num_cached)
+    return [Outputs([each], 1, {}) for each in outputs]

@@ -86,6 +86,7 @@ def test_a_body_sets_each_parameter_that_it_has_a_field_for():
             "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",
+            "explain",
         ]
     )
 

@@ -225,13 +225,31 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """Render a chat with the beginning of its answer, and encode it.
 
-        Messages that the template refuses, or of which it leaves out a text, are rewritten (`MessageRenderer`).
         A special token that was written into a message, a value, or the beginning of the answer stays text.
 
-        is_continued: the prompt ends where the content of the last message does. RequestError if it is not in it.
         cut: gives the part of the prompt that is used, or raises if it is too long to encode.
         check: as in `encode`.
+        Otherwise as `render_prompt`.
         """
+        prompt = cut(self._render_broken(messages, prefill, template_values, is_continued=is_continued))
+        parts = prompt.split(BREAK)
+        return "".join(parts), self._encode_parts(parts, check)
+
+    def render_prompt(
+        self, messages: list[dict[str, Any]], *, prefill: str = "", is_continued: bool = False, **template_values: Any
+    ) -> str:
+        """Render a chat with the beginning of its answer.
+
+        Messages that the template refuses, or of which it leaves out a text, are rewritten (`MessageRenderer`).
+
+        is_continued: the prompt ends where the content of the last message does. RequestError if it is not in it.
+        """
+        return self._render_broken(messages, prefill, template_values, is_continued=is_continued).replace(BREAK, "")
+
+    def _render_broken(
+        self, messages: list[dict[str, Any]], prefill: str, template_values: dict[str, Any], *, is_continued: bool
+    ) -> str:
+        """The prompt of `render_prompt`, with a mark inside each special token that is only text."""
         values = self._break_special(template_values)
         broken = [with_arguments(message) for message in self._break_special(messages)]
         prompt, rendered = self._renderer.render(
@@ -239,9 +257,8 @@ class Tokenizer:
         )
         if is_continued:
             prompt = cut_after_content(prompt, rendered[-1].get("content") or "")
-        prompt = cut(prompt + self._break_special(prefill))
-        parts = prompt.split(BREAK)
-        return "".join(parts), self._encode_parts(parts, check)
+        broken_prefill: str = self._break_special(prefill)
+        return prompt + broken_prefill
 
     def _encode_parts(self, parts: list[str], check: Callable[[int], object]) -> list[int]:
         return [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]

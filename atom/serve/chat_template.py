@@ -72,24 +72,57 @@ def encode_plain(
 
     is_continued: the answer begins with the last message.
     """
-    tokenizer = context.need_tokenizer()
-    values = {**(context.config.serve.http.chat_template_kwargs or {}), **(kwargs or {})}
-    messages = [name_thoughts(message, tokenizer.template_text) for message in messages]
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
         if message["role"] != "assistant":  # templates leave out thoughts of the assistant
             cut(message["content"])
+    values = chat_values(context, messages, tools, kwargs) | {"prefill": prefill, "is_continued": is_continued}
+    return Conversation(*context.need_tokenizer().prepare_chat(**values, cut=cut, check=context.check_count))
+
+
+def render_conversation(
+    context: Context,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """Render a chat as `encode_conversation` does."""
+    plain = [plain_message(message, context.need_tokenizer()) for message in messages]
+    values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
+    return render_plain(context, plain, tools, values, is_continued=continue_final_message)
+
+
+def render_plain(
+    context: Context,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Tool] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    prefill: str = "",
+    is_continued: bool = False,
+) -> str:
+    """Render messages as `encode_plain` does."""
+    values = chat_values(context, messages, tools, kwargs) | {"prefill": prefill, "is_continued": is_continued}
+    return context.need_tokenizer().render_prompt(**values)
+
+
+def chat_values(
+    context: Context,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Tool] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a chat is rendered from: messages, tools, the template's other variables."""
+    values = {**(context.config.serve.http.chat_template_kwargs or {}), **(kwargs or {})}
+    named = [name_thoughts(message, context.need_tokenizer().template_text) for message in messages]
+    for message in named:
         for call in message.get("tool_calls", ()):
             call["id"] = template_id(call["id"])
         if "tool_call_id" in message:
             message["tool_call_id"] = template_id(message["tool_call_id"])
-    if tools:
-        values["tools"] = [plain_tool(tool) for tool in tools]
-    return Conversation(
-        *tokenizer.prepare_chat(
-            messages, prefill=prefill, is_continued=is_continued, cut=cut, check=context.check_count, **values
-        )
-    )
+    return values | ({"tools": [plain_tool(tool) for tool in tools]} if tools else {}) | {"messages": named}
 
 
 EMPTY_SCHEMA = {"type": "object", "properties": {}}

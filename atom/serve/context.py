@@ -131,6 +131,7 @@ class Context:
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
+        self.token_counts: dict[int, int] = {}  # of beginnings of prompts, by hash; see `prompt_parts`
         self._prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
 
     @cached_property

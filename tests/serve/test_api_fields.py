@@ -169,6 +169,12 @@ def essence(answer: Answer) -> Any:
     return choices
 
 
+def num_written(answer: Answer) -> int | None:
+    """Tokens that a request which keeps its prompt has left in the cache; None if it keeps nothing."""
+    found: int | None = answer.usage["prompt_tokens_details"].get("cache_write_tokens")
+    return found
+
+
 def text(answer: Answer) -> str:
     return answer.text
 
@@ -499,6 +505,13 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             refuses(path, base | {"repetition_detection": {"max_pattern_size": 1}}, "repetition_detection"),
             refuses(path, base | {"repetition_detection": {"max_size": 1}}, "repetition_detection"),
         ),
+        "cache_retention": both(
+            makes(path, base, base | {"cache_retention": {}}, num_written, None, 0),
+            refuses(path, base | {"cache_retention": 300}, "cache_retention"),
+        ),
+        "explain": makes(
+            path, base | {"explain": False}, base | {"explain": True}, lambda it: "prefix_hit" in it.body, False, True
+        ),
         "cache_salt": salts(path, base | long_prompt(path)),
         "priority": goes_first(path, base),
         "user": reaches_log(path, base),
@@ -771,6 +784,16 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             refuses(COMPLETIONS, COMPLETION | {"repetition_detection": {"min_count": -1}}, "repetition_detection"),
         ),
     },
+    schema.CacheRetention: {
+        "seconds": both(
+            is_same(COMPLETIONS, COMPLETION, COMPLETION | {"cache_retention": {"seconds": 0.5}}),
+            refuses(COMPLETIONS, COMPLETION | {"cache_retention": {"seconds": 0}}, "cache_retention"),
+        ),
+        "priority": both(
+            is_same(COMPLETIONS, COMPLETION, COMPLETION | {"cache_retention": {"priority": 0}}),
+            refuses(COMPLETIONS, COMPLETION | {"cache_retention": {"priority": 101}}, "cache_retention"),
+        ),
+    },
     schema.ReasoningLimit: {
         "effort": both(
             reaches_template({"reasoning": EFFORT_OF}, len("low")),
@@ -906,10 +929,8 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             says({"role": "assistant", "content": None, "refusal": "a"}),
         ),
         "id": is_label(TOKENIZE, schema.ChatMessage, "id", says(user("a", id="msg_1")), says(user("a"))),
-        "cache_control": is_label(
+        "cache_control": is_same(
             TOKENIZE,
-            schema.ChatMessage,
-            "cache_control",
             says(user("a", cache_control={"type": "ephemeral"})),
             says(user("a")),
         ),
@@ -921,16 +942,21 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.TextPart: {
         "type": refuses(TOKENIZE, says(user([{"type": "image_url", "text": "a"}])), "messages"),
         "text": shown(says(user([{"type": "text", "text": "a"}])), says(user([{"type": "text", "text": "b"}]))),
-        **{
-            name: is_label(
-                TOKENIZE,
-                schema.TextPart,
-                name,
-                says(user([{"type": "text", "text": "a"}])),
-                says(user([{"type": "text", "text": "a", name: {"type": "ephemeral"}}])),
-            )
-            for name in ("cache_control", "prompt_cache_breakpoint")
-        },
+        "cache_control": makes(
+            CHAT,
+            TALK | says(user([{"type": "text", "text": "a"}])),
+            TALK | says(user([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}])),
+            num_written,
+            None,
+            0,
+        ),
+        "prompt_cache_breakpoint": is_label(
+            TOKENIZE,
+            schema.TextPart,
+            "prompt_cache_breakpoint",
+            says(user([{"type": "text", "text": "a"}])),
+            says(user([{"type": "text", "text": "a", "prompt_cache_breakpoint": {"type": "ephemeral"}}])),
+        ),
     },
     schema.RefusalPart: {
         name: is_same(
@@ -982,10 +1008,8 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
                 for kind in ("custom", "web_search")
             ),
         ),
-        "cache_control": is_label(
+        "cache_control": is_same(
             TOKENIZE,
-            schema.Tool,
-            "cache_control",
             says(user("a"), tools=[tool()]),
             says(user("a"), tools=[tool() | {"cache_control": {"type": "ephemeral"}}]),
         ),

@@ -56,7 +56,9 @@ KNOWN_BLOCKS = (*SHOWN_BLOCKS, *get_args(SilentType), *get_args(ServerCallType),
 
 class CacheControl(Body):
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = Field(None, description="a hint: what is cached stays as long as there is room")
+    ttl: Literal["5m", "1h"] | None = Field(
+        None, description="how long the prompt up to here is kept from eviction, within the share of its key; null: 5m"
+    )
     scope: Word | None = Field(None, description=HINT)
 
 

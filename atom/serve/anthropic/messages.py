@@ -9,11 +9,12 @@ events keep a silent stream open.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, ThinkingShown, content_blocks
 from atom.serve.anthropic.prompt import prepare
@@ -21,6 +22,7 @@ from atom.serve.anthropic.schema import CountRequest, MessagesRequest, Thinking
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.http.bodies import Awake, Named, body_route
+from atom.serve.http.cache_usage import Written
 from atom.serve.http.errors import FieldError, json_response
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import event
@@ -61,13 +63,14 @@ class MessageResponder(Responder):
         self._body, self._format = body, body.output_config.format if body.output_config else None
         self._thinking = thinking_shown(body.thinking)
         self._blocks = BlockStream(self._thinking)
+        self._has_begun = False  # a stream
         self._finish: Finish | None = None
 
     def make_request(self) -> EngineRequest:
         if self._body.thread is not None:
             raise FieldError("thread", NO_THREADS, "thread_unsupported_request")  # the SDK then sends all messages
         params = self._params()
-        self._parsers, conversation = prepare(self.context, self._body)
+        self._parsers, conversation, parts, retained = prepare(self.context, self._body)
         params = self._parsers.constrain(params, conversation.text)
         self._prompt, prompt = conversation.text, conversation.tokens
         if len(prompt) > (longest := self.context.max_input_length):
@@ -75,7 +78,11 @@ class MessageResponder(Responder):
         prompt, params = self.context.fit(prompt, params)
         user = self._body.metadata.user_id if self._body.metadata else None
         field = "tools" if self._format is None else "output_config.format.schema"
-        return EngineRequest([prompt], [params], user, constraint_field=field, budget_field="thinking.budget_tokens")
+        options = RequestOptions(retained=retained)
+        budget = "thinking.budget_tokens"
+        return EngineRequest(
+            [prompt], [params], user, options, constraint_field=field, budget_field=budget, parts=parts
+        )
 
     def _params(self) -> SamplingParams:
         body, limit = self._body, self.context.config.serve.http.max_stop_sequences
@@ -84,6 +91,7 @@ class MessageResponder(Responder):
         values = {name: getattr(body, name) for name in SAME_NAMES if name in type(body).model_fields}
         constraint = StructuredOutputs(json=self._format.schema_) if self._format else None
         known = Generation(**values, stop=body.stop_sequences, structured_outputs=constraint)
+        known.cache_retention = body.cache_retention
         if body.thinking is not None and body.thinking.type == "enabled":
             known.thinking_token_budget = body.thinking.budget_tokens
         return sampling_params(known, self.context.config, max_tokens=body.max_tokens)
@@ -100,16 +108,28 @@ class MessageResponder(Responder):
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None
     ) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-        return message | {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
+        ended = {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
+        return message | ended | self.active.prefix_hits()
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return event(body, "error")
+        return self._begin() + event(body, "error")
 
-    def open(self, active: ActiveResponse) -> Iterator[bytes]:
+    def open(self, active: ActiveResponse) -> Iterable[bytes]:
         self._parser = self._parsers.parser(self._prompt)
-        yield event({"type": "message_start", "message": self._message(self.usage(active), [])}, "message_start")
+        return ()  # the first event has the usage, which is known with the first output
 
     def delta(self, choice: Choice, output: Output) -> bytes:
+        return self._begin() + self._push(output)
+
+    def _begin(self) -> bytes:
+        """The event before all others, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        message = self._message(self.usage(self.active) | {"output_tokens": 0}, [])
+        return event({"type": "message_start", "message": message}, "message_start")
+
+    def _push(self, output: Output) -> bytes:
         self._finish = output.finish
         delta = self._parsers.next(self._parser, output.text or "", is_last=output.finish is not None)
         return self._blocks.push(delta)
@@ -123,13 +143,16 @@ class MessageResponder(Responder):
         yield event({"type": "message_stop"}, "message_stop")
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:
-        """Tokens so far. input_tokens does not count the prompt's cached ones, which are known at the end."""
-        usage = active.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        """Tokens so far. input_tokens counts those of the prompt that were neither cached nor are kept in the cache."""
+        usage, written = active.usage(), active.written() or Written()
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,  # no client decides what is cached
-            "cache_read_input_tokens": cached,
+            "input_tokens": usage["prompt_tokens"] - active.num_cached - written.total,
+            "cache_creation_input_tokens": written.total,
+            "cache_read_input_tokens": active.num_cached,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written.short,
+                "ephemeral_1h_input_tokens": written.long,
+            },
             "output_tokens": usage["completion_tokens"],
         }
 

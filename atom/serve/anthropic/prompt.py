@@ -18,6 +18,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from atom.runtime.types import RetainedPrefix
+from atom.serve.anthropic.breakpoints import breakpoints_of, mark_texts
 from atom.serve.anthropic.message_schema import (
     Block,
     Message,
@@ -29,9 +31,9 @@ from atom.serve.anthropic.message_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from atom.serve.anthropic.schema import CountRequest, FreeChoice, HostedTool, MessageTool, OneTool
+from atom.serve.anthropic.schema import CountRequest, FreeChoice, HostedTool, MessagesRequest, MessageTool, OneTool
 from atom.serve.anthropic.stand_ins import readable_text
-from atom.serve.chat_template import Conversation, encode_plain
+from atom.serve.chat_template import Conversation, encode_plain, render_plain
 from atom.serve.context import Context
 from atom.serve.http.errors import FieldError, shown
 from atom.serve.ids import new_id
@@ -47,6 +49,7 @@ from atom.serve.openai.schema import (
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.output_parser import is_opened
 from atom.serve.output.parsers import ChatParsers
+from atom.serve.prompt_parts import Marker, Part, find_parts, retained_parts
 from atom.serve.template_variables import SWITCHES, effort_variables
 
 BLOCKS = {  # of each role
@@ -59,6 +62,8 @@ CALLS, RESULTS = (ToolUseBlock, ServerCallBlock), (ToolResultBlock, ServerResult
 class Prepared(NamedTuple):
     parsers: ChatParsers
     conversation: Conversation
+    parts: list[Part]  # of the prompt, if the request needs them
+    retained: tuple[RetainedPrefix, ...]  # by its cache_control
 
 
 def prepare(context: Context, body: CountRequest) -> Prepared:
@@ -88,7 +93,17 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
         if body.thinking is None or body.thinking.type != "disabled":
             fix += ', or send thinking={"type": "disabled"}'
         raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
-    return Prepared(parsers, conversation)
+
+    def render(marker: Marker) -> str:
+        turns = list(read_turns(mark_texts(body, marker)))
+        begun = take_prefill(turns)
+        return render_plain(context, plain_messages(turns), parsers.tools, variables, begun)
+
+    breakpoints, parts = {}, []
+    if isinstance(body, MessagesRequest):
+        breakpoints = breakpoints_of(body)
+        parts = find_parts(render, conversation.text) if breakpoints or body.explain else []
+    return Prepared(parsers, conversation, parts, retained_parts(context, conversation, parts, breakpoints))
 
 
 def openai_tool(tool: MessageTool | HostedTool) -> Tool | OtherTool:

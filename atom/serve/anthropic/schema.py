@@ -4,9 +4,9 @@ Any other field is refused by name.
 
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 
-Labels and hints are in what Anthropic's clients send, and say nothing here. cache_control changes nothing: all prompts
-are cached, unless serve.enable_prefix_caching is off; `usage` has the cached tokens. Of context_management, what would
-change the prompt is refused. Tools that Anthropic defines or runs are left out.
+Labels and hints are in what Anthropic's clients send, and say nothing here. All prompts are cached, unless
+serve.enable_prefix_caching is off; cache_control keeps the prompt up to its block from eviction. Of context_management,
+what would change the prompt is refused. Tools that Anthropic defines or runs are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator,
 from pydantic_core import PydanticCustomError
 
 from atom.serve.anthropic.message_schema import CacheControl, Messages, ToolName, Words
-from atom.serve.openai.schema import LABEL, Body, Count, JSONObject, List, Positive, Text, Word, of_types
+from atom.serve.openai.schema import (
+    EXPLAIN,
+    LABEL,
+    Body,
+    CacheRetention,
+    Count,
+    JSONObject,
+    List,
+    Positive,
+    Text,
+    Word,
+    of_types,
+)
 from atom.serve.refused_fields import REFUSED
 
 HOSTED = re.compile(r"(\w+)_20\d{6}|(mcp_toolset|tool_search_tool_regex|tool_search_tool_bm25)")  # Anthropic's tools
@@ -185,6 +197,8 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Count | None = Field(None, description="0: all")
     metadata: Metadata | None = None
+    cache_retention: CacheRetention | None = None
+    explain: bool | None = Field(None, description=EXPLAIN)
     service_tier: Word | None = Field(None, description=LABEL)
     inference_geo: Word | None = Field(None, description="a label: answers are made where the server is")
     container: Annotated[None, must_be_empty(REFUSED["container"])] = None

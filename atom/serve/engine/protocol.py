@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from atom.runtime.metrics import EngineStats
-from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
+from atom.runtime.types import NO_OPTIONS, Logprobs, PrefixHit, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Frames, Message, Start
 
@@ -90,6 +90,13 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
 
 
+class Admitted(msgspec.Struct, array_like=True, gc=False):
+    """What the prefix cache gave a sequence when it was admitted."""
+
+    num_cached: int  # prompt tokens
+    hit: PrefixHit | None = None  # where that ended, if the request asks for it
+
+
 class Output(msgspec.Struct, array_like=True, gc=False):
     """New output of one sequence."""
 
@@ -101,6 +108,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     finish: Finish | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # of the next positions of the prompt
     embedding: bytes | None = None  # fp32[H], at the end
+    admitted: Admitted | None = None  # with the first output
 
 
 class Ready(Message):

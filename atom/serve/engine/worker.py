@@ -51,6 +51,7 @@ from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link, fail, send_heartbeats
 from atom.serve.engine.protocol import (
     Abort,
+    Admitted,
     Beat,
     Done,
     End,
@@ -310,6 +311,8 @@ class Worker:
                 sequence.num_preemptions,
             )
         made = Output(output.request_id, output.index, output.text, output.token_ids, output.logprobs or None, finish)
+        if len(sequence.output) == len(output.token_ids):
+            made.admitted = Admitted(sequence.num_cached, sequence.hit)
         if sequence.pooling is not None:  # the token after the prompt is not shown
             made.text, made.tokens = "", []
             made.embedding = None if sequence.embedding is None else sequence.embedding.tobytes()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,16 +21,19 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from atom.errors import AtomError, RequestError
+from atom.runtime.kv.retention import retained_prefixes
 from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
 from atom.serve.context import Context
 from atom.serve.engine.client import QueueFullError
-from atom.serve.engine.protocol import Finish, Output
+from atom.serve.engine.protocol import Admitted, Finish, Output
 from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
+from atom.serve.http.cache_usage import Written, count_written, retains
 from atom.serve.http.errors import MAX_MESSAGE, body_at, constraint_error, json_response, shown, status_of
 from atom.serve.http.sse import EventStream, event, until_gone
+from atom.serve.prompt_parts import Part, describe_hit
 
 SHORT = 1024  # log probabilities, or bytes of embeddings: to write so many is faster than to wake a thread
 REFUSED = f"{RequestError.__name__}: "  # prefix of the engine's message for an error of the request
@@ -47,6 +50,7 @@ class EngineRequest:
     num_kept: int = 1  # of the n answers to each prompt, the most likely
     constraint_field: str | None = None  # the field that constrains the answer, dotted; the engine may refuse it
     budget_field: str | None = None  # the field that limits its reasoning, the same
+    parts: Sequence[Part] = ()  # of the only prompt, if they are needed
 
 
 @dataclass
@@ -61,10 +65,16 @@ class Choice:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     embedding: bytes = b""  # fp32[H]
+    admitted: Admitted | None = None
     finish: Finish | None = None
     seconds: float = 0.0  # from the request's arrival to its end
     first_at: float = 0.0
     last_at: float = 0.0
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of its prompt that were cached, 0 before it is admitted."""
+        return 0 if self.admitted is None else self.admitted.num_cached
 
     @property
     def text(self) -> str:
@@ -138,11 +148,42 @@ class ActiveResponse:
         """Seconds from the request's arrival to its first token; None before that."""
         return self._first_at - self._started if self._first_at else None
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompts that were cached, as far as they are admitted."""
+        return sum(choice.num_cached for choice in self.choices[:: self._num_answers])
+
+    def written(self) -> Written | None:
+        """Tokens of the prompts that were computed and are kept; None if the request keeps nothing."""
+        serve, request = self._context.config.serve, self.request
+        if not retains(serve):
+            return None
+        prompts = zip(request.prompts, request.params, self.choices[:: self._num_answers], strict=True)
+        spans = [
+            (retained_prefixes(request.options.retained, params, len(prompt)), choice)
+            for prompt, params, choice in prompts
+        ]
+        if not any(retained for retained, _ in spans):
+            return None
+        admitted = [(retained, choice) for retained, choice in spans if choice.admitted is not None]
+        counts = [count_written(retained, choice.num_cached, serve.block_size) for retained, choice in admitted]
+        return Written(sum(each.short for each in counts), sum(each.long for each in counts))
+
+    def prefix_hits(self) -> dict[str, Any]:
+        """The field of a response that explains the hits of its prompts; empty if the request does not ask for it."""
+        request, firsts = self.request, self.choices[:: self._num_answers]
+        found = [
+            describe_hit(self._context, hit, prompt, request.parts, self._stream.engine)
+            for prompt, choice in zip(request.prompts, firsts, strict=True)
+            if choice.admitted is not None and (hit := choice.admitted.hit) is not None
+        ]
+        return {"prefix_hit": found[0] if len(request.prompts) == 1 else found} if found else {}
+
     def usage(self) -> dict[str, Any]:
         """Token counts of the whole request, and its times in seconds."""
         now = time.perf_counter()
         num_tokens = sum(choice.num_tokens for choice in self.choices)
-        firsts = [choice.finish for choice in self.choices[:: self._num_answers] if choice.finish is not None]
+        written = self.written()
         spans = [choice for choice in self.choices if choice.num_tokens > 1]
         decode = sum(choice.last_at - choice.first_at for choice in spans)
         ends = [choice.finish for choice in self.choices if choice.finish is not None]
@@ -151,7 +192,10 @@ class ActiveResponse:
             "prompt_tokens": self.num_prompt,
             "completion_tokens": num_tokens,
             "total_tokens": self.num_prompt + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached for finish in firsts)},
+            "prompt_tokens_details": {
+                "cached_tokens": self.num_cached,
+                **({} if written is None else {"cache_write_tokens": written.total}),
+            },
             **({"completion_tokens_details": accepted} if self._context.config.serve.method else {}),
             "ttft_s": round(now - self._started if self.ttft is None else self.ttft, 6),
             "tpot_s": round(decode / max(sum(choice.num_tokens - 1 for choice in spans), 1), 6),
@@ -196,6 +240,7 @@ class ActiveResponse:
         metrics, now = self._metrics, time.perf_counter()
         choice.prompt_logprobs += output.prompt_logprobs or ()
         choice.embedding = output.embedding or choice.embedding
+        choice.admitted = output.admitted or choice.admitted
         if output.tokens:
             metrics.generation_tokens.inc(len(output.tokens))
             self._tenant.charge(num_output=len(output.tokens))
@@ -252,6 +297,7 @@ class Responder(ABC):
         self._started = time.perf_counter()
         self.context, self.id, self.is_streamed = context, id, is_streamed
         self._asked_model, self.model = model, ""  # which `respond` sets
+        self.active: ActiveResponse  # the same
         context.begin()
 
     @abstractmethod
@@ -308,7 +354,7 @@ class Responder(ABC):
             tenant.accept()
             left.callback(engines.abort, stream)
             request.state.log["engine"] = stream.engine
-            active = ActiveResponse(context, stream, submission, tenant, self._started)
+            self.active = active = ActiveResponse(context, stream, submission, tenant, self._started)
             request.state.active = active  # for its span
             try:
                 if self.is_streamed:

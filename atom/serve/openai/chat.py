@@ -13,18 +13,20 @@ from fastapi import APIRouter, Request, Response
 from msgspec import json
 
 from atom.runtime.types import Logprobs
-from atom.serve.chat_template import encode_conversation
+from atom.serve.chat_template import Conversation, encode_conversation, render_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
+from atom.serve.openai.breakpoints import breakpoints_of, mark_texts
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import effort_of, sampling_params
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import ChatParsers
+from atom.serve.prompt_parts import NOWHERE, Located, Marker, find_parts, retained_parts
 from atom.serve.template_variables import effort_variables
 
 
@@ -56,6 +58,26 @@ def parsers_of(context: Context, body: ChatRequest) -> ChatParsers:
     )
 
 
+def locate(context: Context, body: ChatRequest, parsers: ChatParsers, conversation: Conversation) -> Located:
+    """Find the parts of a prompt, if the chat asks for them, and what its cache_control keeps."""
+    breakpoints = breakpoints_of(body)
+    if not breakpoints and not body.explain:
+        return NOWHERE
+
+    def render(marker: Marker) -> str:
+        return render_conversation(
+            context,
+            mark_texts(body.messages or body.prompt or [], marker),
+            parsers.tools,
+            template_kwargs(context, body),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
+
+    parts = find_parts(render, conversation.text)
+    return Located(parts, retained_parts(context, conversation, parts, breakpoints))
+
+
 class Chat(OpenAIResponder[ChatRequest]):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -79,7 +101,8 @@ class Chat(OpenAIResponder[ChatRequest]):
         self._prompt = conversation.text
         params = parsers.constrain(params, conversation.text)
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
-        return self.engine_request([prompt], [params], "tools")  # a forced call constrains the answer
+        located = locate(context, body, parsers, conversation) if len(prompt) == len(conversation.tokens) else NOWHERE
+        return self.engine_request([prompt], [params], "tools", located)  # a forced call constrains the answer
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         answer = self._parsers.read(choice.text, self._prompt)

@@ -18,7 +18,10 @@ from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation,
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
 # fields of a body that take another form here, or have several names
-READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget", "repetition_detection"}
+READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget"} | {
+    "repetition_detection",
+    "cache_retention",
+}
 SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
@@ -53,6 +56,8 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
         values["thinking_token_budget"] = budget.num_tokens
     if body.repetition_detection is not None:
         values["repetition_detection"] = read_repetition(body.repetition_detection)
+    if body.cache_retention is not None:
+        values["cache_retention"] = body.cache_retention.model_dump(exclude_none=True)
     num_logprobs = requested_logprobs(body)
     values["n"] = num_answers(body, config)
     if num_logprobs is None and values["n"] > (body.n or 1):

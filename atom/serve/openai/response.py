@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from msgspec import json
@@ -17,6 +18,7 @@ from atom.serve.http.sse import DONE, event
 from atom.serve.ids import new_id
 from atom.serve.openai.params import budget_field, find_constraint, request_options
 from atom.serve.openai.schema import Generation
+from atom.serve.prompt_parts import NOWHERE, Located
 
 Body = TypeVar("Body", bound=Generation)
 
@@ -36,7 +38,6 @@ class OpenAIResponder(Responder, Generic[Body]):
         self._counts = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     def open(self, active: ActiveResponse) -> Iterable[bytes]:
-        self._active = active
         # an event before and after its choice, which begins with the index
         self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
@@ -46,7 +47,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         """The end of an event after its choice, with the usage so far if the request wants it in each."""
         if not self._counts:
             return self._tail
-        usage = self.usage(self._active)
+        usage = self.usage(self.active)
         counts = {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
         return b'}],"usage":%s}\n\n' % json.encode(counts)
 
@@ -55,19 +56,31 @@ class OpenAIResponder(Responder, Generic[Body]):
         """One of the answers."""
 
     def engine_request(
-        self, prompts: list[list[int]], params: list[SamplingParams], default_field: str | None = None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        default_field: str | None = None,
+        located: Located = NOWHERE,
     ) -> EngineRequest:
-        """default_field: the constraint's field if no field of the body has one."""
+        """
+        default_field: the constraint's field if no field of the body has one
+        located: of the only prompt
+        """
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
         field = default_field if found is None else found.field
-        return EngineRequest(prompts, params, body.user, request_options(body), body.n or 1, field, budget_field(body))
+        options = replace(request_options(body), retained=located.retained)
+        return EngineRequest(
+            prompts, params, body.user, options, body.n or 1, field, budget_field(body), parts=located.parts
+        )
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}
+        body = self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}
+        return body | self.active.prefix_hits()
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        if self._has_usage:
-            yield event(self._object(self.chunk) | {"choices": [], "usage": usage})
+        more = ({"usage": usage} if self._has_usage else {}) | self.active.prefix_hits()
+        if more:
+            yield event(self._object(self.chunk) | {"choices": []} | more)
         yield DONE
 
     def _object(self, kind: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from atom.serve.http.bodies import Awake, Named, body_route
 from atom.serve.http.errors import FieldError, ResponseNotFoundError, json_response, shown
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
-from atom.serve.openai.chat import parsers_of, template_kwargs
+from atom.serve.openai.chat import locate, parsers_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.namespaces import GivenTool, call_names, flat_name, flat_tools
 from atom.serve.openai.params import budget_field, find_constraint, request_options, sampling_params
@@ -207,8 +208,16 @@ class ResponsesResponder(Responder):
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
         if chat.logprobs:
             self._tokens = ContentTokens(context.need_tokenizer(), prompt, self._params)
-        options, limited = request_options(chat), budget_field(chat)
-        return EngineRequest([prompt], [self._params], chat.user, options, constraint_field=field, budget_field=limited)
+        located = locate(context, chat, self._parsers, conversation)
+        return EngineRequest(
+            [prompt],
+            [self._params],
+            chat.user,
+            replace(request_options(chat), retained=located.retained),
+            constraint_field=field,
+            budget_field=budget_field(chat),
+            parts=located.parts,
+        )
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
@@ -245,7 +254,7 @@ class ResponsesResponder(Responder):
         usage = active.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},  # of no price here
+            "input_tokens_details": {"cache_write_tokens": 0} | usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
             "total_tokens": usage["total_tokens"],
@@ -301,6 +310,7 @@ class ResponsesResponder(Responder):
             "truncation": "disabled",
             "previous_response_id": self._body.previous_response_id,
             "store": self._store is not None,
+            **({} if usage is None else self.active.prefix_hits()),
         }
 
 

@@ -62,6 +62,8 @@ Number = Annotated[float, Field(ge=-(1 << 31), lt=1 << 31)]
 Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
+BREAKPOINT = "Anthropic's: the prompt up to here is kept from eviction; forms that Anthropic does not have are hints"
+EXPLAIN = "prefix_hit of the answer says where the prompt's hit in the prefix cache ended, and why"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
 THINKING = "tokens of reasoning, after which it is ended; -1: any number"
@@ -201,6 +203,15 @@ class RepetitionDetection(Body):
     min_count: Count | None = Field(None, description="times, 2 or more")
 
 
+class CacheRetention(Body):
+    """How long the KV of the prompt is kept from eviction, as far as the share of its key goes."""
+
+    seconds: float | None = Field(None, gt=0, le=86400, description="after the answer; 300 if it is left out")
+    priority: Annotated[int, Field(ge=0, le=100)] | None = Field(
+        None, description="those of a lower one are given up first; 50 if it is left out"
+    )
+
+
 class Sampling(Body):
     """How an answer is sampled and scheduled: the fields that chats, completions and responses share."""
 
@@ -231,6 +242,8 @@ class Sampling(Body):
     thinking_token_budget: Budget | None = Field(None, description=THINKING)
     thinking_budget: Budget | None = Field(None, description="another name of thinking_token_budget")
     repetition_detection: RepetitionDetection | None = None
+    cache_retention: CacheRetention | None = None
+    explain: bool | None = Field(None, description=EXPLAIN)
     store: bool | None = Field(None, description="a label: nothing is stored")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     client_metadata: JSONObject | None = Field(None, description=LABEL)
@@ -269,7 +282,7 @@ class CompletionRequest(Generation):
 class TextPart(Body):
     type: Literal["text"]
     text: Text
-    cache_control: JSONObject | None = Field(None, description=HINT)
+    cache_control: JSONObject | None = Field(None, description=BREAKPOINT)
     prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
 
 
@@ -343,7 +356,7 @@ class ChatMessage(Body):
     provider_specific_fields: JSONObject | None = Field(None, description="a label, which litellm sets")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
     id: Word | None = Field(None, description=LABEL)
-    cache_control: JSONObject | None = Field(None, description=HINT)
+    cache_control: JSONObject | None = Field(None, description=BREAKPOINT)
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
     parsed: JSONObject | None = Field(None, description=LABEL)  # of an answer that OpenAI's SDK has parsed
     refusal: Text | None = Field(None, description="the content if it has no other")
@@ -368,7 +381,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
-    cache_control: JSONObject | None = Field(None, description=HINT)
+    cache_control: JSONObject | None = Field(None, description=BREAKPOINT)
 
 
 class OtherTool(BaseModel):

@@ -73,6 +73,10 @@ GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", lambda engine: engine.client.stats.kv_cache_usage),
     "kv_cache_blocks": ("KV blocks in all", lambda engine: engine.client.stats.num_blocks),
     "kv_cache_blocks_used": ("KV blocks in use", lambda engine: engine.client.stats.num_blocks_used),
+    "kv_blocks_retained": (
+        "KV blocks of all kinds that requests want to be kept from eviction",
+        lambda engine: engine.client.stats.num_retained_blocks,
+    ),
     "cpu_cache_usage_perc": (
         "share of the KV blocks in host memory that have content, 0 to 1",
         lambda engine: engine.client.stats.host_cache_usage,
@@ -107,6 +111,14 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "external_prefix_cache_hits": (
         "of the prompt tokens that the prefix cache had, those loaded from host memory",
         lambda engine: engine.client.stats.scheduler.num_host_hit_tokens,
+    ),
+    "kv_blocks_retained_found": (
+        "retained KV blocks that requests found and that would have been evicted",
+        lambda engine: engine.client.stats.num_retained_found,
+    ),
+    "kv_blocks_retained_overridden": (
+        "retained KV blocks that were taken for running sequences",
+        lambda engine: engine.client.stats.num_retained_overridden,
     ),
     "spec_decode_num_drafts": (
         "steps of a sequence that verified drafted tokens",

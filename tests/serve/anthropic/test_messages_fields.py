@@ -15,7 +15,7 @@ import pytest
 from serving import Server
 
 from atom.serve.anthropic import message_schema, schema
-from atom.serve.openai.schema import Body
+from atom.serve.openai.schema import Body, CacheRetention
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASK: dict[str, Any] = {"model": "talker", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
@@ -107,7 +107,8 @@ def essence(server: Server, body: dict[str, Any], path: str = MESSAGES) -> Any:
     essential: dict[str, Any] = answer.body
     essential.pop("id", None)
     if usage := essential.get("usage"):
-        usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+        usage["input_tokens"] += usage.pop("cache_read_input_tokens") + usage.pop("cache_creation_input_tokens")
+        del usage["cache_creation"]
     for block in essential.get("content", ()):
         block.pop("id", None)
     return essential
@@ -196,6 +197,11 @@ ROWS: dict[type[Body], dict[str, Row]] = {
         "top_k": differs(ASK | {"temperature": 50}, ASK | {"temperature": 50, "top_k": 1}),
         "metadata": has_test("test_the_user_goes_to_the_log"),
         "cache_control": marked(lambda mark: GREEDY | mark),
+        "cache_retention": both(
+            lambda server: essence(server, GREEDY | {"cache_retention": {"seconds": 5, "priority": 3}}) and None,
+            refuses(GREEDY | {"cache_retention": {"seconds": 0}}, "cache_retention.seconds"),
+        ),
+        "explain": has_test("test_the_message_that_was_changed_is_named", "test_claude_code_session.py"),
         "service_tier": is_label(
             schema.MessagesRequest,
             "service_tier",
@@ -260,13 +266,7 @@ ROWS: dict[type[Body], dict[str, Row]] = {
     message_schema.CacheControl: {
         "type": refuses(GREEDY | {"cache_control": {"type": "persistent"}}, "cache_control.type"),
         "ttl": both(
-            is_label(
-                message_schema.CacheControl,
-                "ttl",
-                "a hint",
-                GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "5m"}},
-                GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
-            ),
+            has_test("test_the_figures_of_a_session_add_up_turn_by_turn", "test_claude_code_session.py"),
             refuses(GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
         ),
         "scope": is_label(
@@ -445,7 +445,7 @@ BODIES = {
     name: each
     for module in (schema, message_schema)
     for name, each in vars(module).items()
-    if isinstance(each, type) and issubclass(each, Body) and each is not Body
+    if isinstance(each, type) and issubclass(each, Body) and each not in (Body, CacheRetention)
 }
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths only; the longest first
     "fp8-block-experts", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros", "lora", "fp8-kv", "dense", "windows",
     "shared-kv", "delta-rule", "mamba-2", "selective-scan", "lightning", "short-convolution", "shared-prefix",
-    "delta-rule-ngram", "delta-rule-mtp", "ngram", "sleep", "level-3", "level-0", "grammar", "scaled-gemm",
+    "delta-rule-ngram", "delta-rule-mtp", "ngram", "suffix", "sleep", "level-3", "level-0", "grammar", "scaled-gemm",
 )  # fmt: skip
 SECONDS = 300.0  # after which a path is taken to hang
 LOG_LINES = 25  # of a failed path's output that are shown

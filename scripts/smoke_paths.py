@@ -442,19 +442,27 @@ def check_drafts(engine: LLMEngine) -> None:
     )
 
 
-def looked_up(session: Session, config: dict[str, Any], **fields: Any) -> str:
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "max_verified_tokens": 64}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 4, "max_verified_tokens": 64}
+
+
+def looked_up(session: Session, config: dict[str, Any], own: dict[str, Any], **fields: Any) -> str:
     folder = session.write(config, loudness=0.5)
-    own = {"method": "ngram", "prompt_lookup_min": 1, "max_verified_tokens": 64}
     return session.compare(Check(folder, fields=fields, own=own, drafted=40, event=check_drafts))
 
 
 def ngram(session: Session) -> str:
-    return looked_up(session, qwen3(vocab_size=64))
+    return looked_up(session, qwen3(vocab_size=64), NGRAM)
+
+
+def suffix(session: Session) -> str:
+    """The host drafts, a different number for each sequence; the runner verifies."""
+    return looked_up(session, qwen3(vocab_size=64), SUFFIX)
 
 
 def delta_rule_ngram(session: Session) -> str:
     """What follows drafted answers begins with a copy of the state that accepted drafts have left."""
-    return looked_up(session, qwen3_5(vocab_size=64), state_memory=1 << 26)
+    return looked_up(session, qwen3_5(vocab_size=64), NGRAM, state_memory=1 << 26)
 
 
 def predicted(session: Session, config: dict[str, Any], bounds: Bounds, **fields: Any) -> str:
@@ -570,6 +578,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "selective-scan": selective_scan,
     "lightning": lightning,
     "ngram": ngram,
+    "suffix": suffix,
     "delta-rule-ngram": delta_rule_ngram,
     "mtp": mtp,
     "delta-rule-mtp": delta_rule_mtp,

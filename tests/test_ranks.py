@@ -585,7 +585,7 @@ def test_ranks_answer_in_turn_and_get_all_messages():
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "tensor_parallel_size and parallel.tensor are the same option; give one"),
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "pipeline_parallel_size and parallel.pipeline are the same option"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
-        ("llama", {"pipeline_parallel_size": 2, "method": "eagle3"}, UnsupportedError, "parallel.pipeline=2 with serve.method=eagle3: it reads hidden states of several stages; set serve.method to mtp, draft or ngram, or divide each layer with parallel.tensor"),
+        ("llama", {"pipeline_parallel_size": 2, "method": "eagle3"}, UnsupportedError, "parallel.pipeline=2 with serve.method=eagle3: it reads hidden states of several stages; set serve.method to mtp, draft, ngram or suffix, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
         ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 2 ranks of parallel.tensor \* parallel.data \(supported: 1, 2\)$"),

@@ -104,6 +104,8 @@ def make_runner(
         prefix_rule=find_rule(compiled.graph, config.limits) if may_group else None,
     )
     ahead = {"run_ahead": min(config.parallel.pipeline, NUM_REPORTED) - 1} if overlaps else {}
+    if config.drafts is not None and config.drafts.suffix is not None:
+        ahead = {"run_ahead": 0}  # the host drafts, for which it needs the newest tokens
     runner = Runner(model, flops=max_flops(model.flops_a_token, exchange), **ahead)
     if serve.swap_space:
         runner.host = HostBlocks(model, plan_host(kinds_of, serve))

@@ -8,6 +8,7 @@ from pathlib import Path
 from atom.config import ServeConfig
 from atom.config.limits import Drafting
 from atom.runtime.draft.speculation import Drafter, NgramDrafter, RunnerDrafter
+from atom.runtime.draft.suffix import SuffixDrafter
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.host_blocks import HostBlocks
@@ -93,10 +94,12 @@ def open_scheduler(
 def open_drafter(drafts: Drafting | None, by_runner: bool) -> Drafter | None:
     """The scheduler's drafter; None without drafts.
 
-    by_runner: whether the runner drafts, so that the scheduler only counts the tokens
+    by_runner: whether the runner verifies drafts by itself, and makes them, unless it takes those of the host
     """
     if drafts is None:
         return None
+    if drafts.suffix is not None:
+        return SuffixDrafter(drafts.num_tokens, drafts.suffix)
     if by_runner:
         return RunnerDrafter(drafts.num_tokens)
     return NgramDrafter(drafts.num_tokens, drafts.min_n, drafts.max_n)

@@ -15,7 +15,6 @@ from atom.errors import ConfigError, UnsupportedError
 from atom.plugins import PASSES, check_module, naming
 from atom.sampling_params import out_of_range
 
-NUM_DRAFTED = 3  # tokens of a draft, if none is set
 LOOKED_UP = 2, 4  # min and max last tokens that ngram looks up, if none is set
 
 
@@ -168,10 +167,12 @@ def check_speculation(config: Config) -> None:
         why = "drafts nothing by itself" if serve.method is None else f"is not read by serve.method={serve.method}"
         raise ConfigError(f"serve.draft_model={serve.draft_model} {why}; set {choices}")
     if serve.acceptance_length is not None:
-        given, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
-        if serve.method is None or not config.load_dummy:
+        given, drafts = f"serve.acceptance_length={serve.acceptance_length:g}", serve.draft_method
+        if drafts is None or not config.load_dummy:
             raise ConfigError(f"{given} accepts drafts by chance, to measure; set serve.method and load_dummy=true")
-        if serve.acceptance_length > 1 + (num_drafted or NUM_DRAFTED):
+        if drafts.reads_answers:
+            raise ConfigError(f"{given} accepts drafts of a runner; serve.method={serve.method} has the host draft")
+        if serve.acceptance_length > 1 + (serve.num_speculative_tokens or drafts.num_tokens):
             raise ConfigError(f"{given} is more than a step's token and its drafts; raise serve.num_speculative_tokens")
     for name in ("num_speculative_tokens", "max_verified_tokens"):
         if serve.method is None and (number := getattr(serve, name)) is not None:

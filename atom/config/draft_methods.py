@@ -22,6 +22,8 @@ class DraftMethod(NamedTuple):
     model_file: str | None = None  # with which serve.draft_model is read; None: the method reads no other checkpoint
     check_config: Callable[[str, Mapping[str, Any]], None] | None = None  # of that checkpoint's name and config.json
     needs_same_tokens: bool = False  # of that checkpoint's tokenizer
+    num_tokens: int = 3  # that are drafted for a step if serve.num_speculative_tokens is not set
+    reads_answers: bool = False  # earlier answers are looked up too; the host does it, and plans no step ahead
     num_own_layers: int = 0  # of the model, after its last one, that draft
     reads_all_stages: bool = False  # it reads hidden states of layers in several pipeline stages
     options: tuple[str, ...] = ()  # fields of serve that only this method reads
@@ -55,6 +57,17 @@ def architectures(hf: Mapping[str, Any]) -> str:
 
 METHODS: dict[str, DraftMethod] = {
     "ngram": DraftMethod(has_programs=False, options=("prompt_lookup_min", "prompt_lookup_max")),
+    "suffix": DraftMethod(
+        has_programs=False,
+        num_tokens=7,
+        reads_answers=True,
+        options=(
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+    ),
     "mtp": DraftMethod(num_own_layers=1, vllm_names=("*_mtp",)),
     "eagle3": DraftMethod(model_file="eagle3", check_config=check_eagle3, reads_all_stages=True),
     "draft": DraftMethod(

@@ -5,10 +5,12 @@ load([…]).limits, load([…]).drafting             # EngineLimits(512, 16384, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens if nothing is set or measured
+SPEC_FACTORS = {"cpu": 1.0, "cuda": 4.0}  # serve.suffix_decoding_max_spec_factor if it is not set
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class EngineLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
+class SuffixLimits(NamedTuple):
+    """How tokens are drafted by suffixes; as vLLM's suffix_decoding_*."""
+
+    max_tree_depth: int = 24  # of a match and the draft after it, in tokens
+    max_cached_requests: int = 10_000  # answers that are kept
+    max_spec_factor: float = 4.0  # drafts per token of the match
+    min_token_prob: float = 0.1  # share of the matches that a draft agrees with
+
+
 class Drafting(NamedTuple):
     """How a runner drafts tokens."""
 
@@ -39,7 +50,15 @@ class Drafting(NamedTuple):
     min_n: int  # min last tokens that prompt lookup matches
     max_n: int  # max last tokens that it matches
     has_programs: bool = False  # programs of the text draft; else tokens are looked up
+    suffix: SuffixLimits | None = None  # the host looks up suffixes; None: n-grams are looked up, if no program drafts
     rates: tuple[float, ...] = ()  # chance to accept each draft after those before it; (): accept what equals the draw
+
+
+def suffix_limits(device: str, fields: Mapping[str, Any]) -> SuffixLimits:
+    """The limits that fields of serve set, by their names; the others as they are for a device."""
+    given = {name: fields[f"suffix_decoding_{name}"] for name in SuffixLimits._fields}
+    known = {name: value for name, value in given.items() if value is not None}
+    return SuffixLimits(**{"max_spec_factor": SPEC_FACTORS[device], **known})
 
 
 def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:

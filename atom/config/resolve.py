@@ -15,7 +15,6 @@ from atom.config.aliases import respell
 from atom.config.check_parallel import check_parallel, check_replicas
 from atom.config.checks import (
     LOOKED_UP,
-    NUM_DRAFTED,
     check,
     check_capture_sizes,
     check_device,
@@ -46,7 +45,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     """
     config = with_pooler(respell(config))
     check(config)
-    model, serve = config.model, config.serve
+    model, serve, drafts = config.model, config.serve, config.serve.draft_method
     max_model_len = serve.max_model_len or model.max_position
     if max_model_len > model.max_position:
         limit = f"the {model.max_position} tokens of context that the model was made for"
@@ -78,7 +77,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             max_model_len=max_model_len,
             enable_lora=has_lora(serve),
             lora_modules={str(name): path for name, path in (serve.lora_modules or {}).items()},
-            num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
+            num_speculative_tokens=drafts and (serve.num_speculative_tokens or drafts.num_tokens),
             prompt_lookup_min=serve.prompt_lookup_min or min(LOOKED_UP[0], serve.prompt_lookup_max or LOOKED_UP[0]),
             prompt_lookup_max=serve.prompt_lookup_max or max(LOOKED_UP[1], serve.prompt_lookup_min or LOOKED_UP[1]),
         ),

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from atom.config.draft_methods import METHODS, DraftMethod
-from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptance_rates
+from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptance_rates, suffix_limits
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
@@ -755,6 +755,12 @@ class ServeConfig:
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; needs load_dummy=true
     prompt_lookup_min: int | None = number(None, 1, 16)  # min last tokens that ngram looks up; null: 2
     prompt_lookup_max: int | None = number(None, 1, 16)  # max last tokens, tried first; null: 4
+    suffix_decoding_max_tree_depth: int | None = number(None, 2, 256)  # tokens of match and draft; null: 24
+    suffix_decoding_max_cached_requests: int | None = number(None, 0, INT32)  # answers looked up; null: 10000
+    suffix_decoding_max_spec_factor: float | None = number(
+        None, 0
+    )  # drafts per token of the match; null: docs/speculation.md
+    suffix_decoding_min_token_prob: float | None = number(None, 0, 1)  # share of matches that agree; null: 0.1
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
     models: list[str] = of("serve", field(default_factory=list))  # of several: of each a recipe or checkpoint, and more
     max_awake: int | None = of("serve", number(None, 1, INT32))  # models awake at a time; null: as many as fit
@@ -946,7 +952,7 @@ class Config:
 
     @cached_property
     def drafting(self) -> Drafting | None:
-        """How the runner drafts; None without drafts, and on a CPU if n-grams are looked up, which the host does."""
+        """How the runner drafts; None without drafts, and on a CPU if tokens are looked up, which the host does."""
         drafts = self.drafts
         is_host = drafts is not None and not drafts.has_programs and self.device == "cpu"
         return None if is_host and self.serve.acceptance_length is None else drafts
@@ -960,7 +966,8 @@ class Config:
         num_tokens, min_n, max_n = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
         assert num_tokens is not None and min_n is not None and max_n is not None, "config.load resolves them"
         rates = acceptance_rates(serve.acceptance_length, num_tokens)
-        return Drafting(num_tokens, min_n, max_n, method.has_programs, rates)
+        suffix = suffix_limits(self.device, vars(serve)) if method.reads_answers else None
+        return Drafting(num_tokens, min_n, max_n, method.has_programs, suffix, rates)
 
     @property
     def chooses_drafts(self) -> bool:

@@ -81,8 +81,7 @@ SPECULATIVE = {
     "method": "serve.method",
     "model": "serve.draft_model",
     "num_speculative_tokens": "serve.num_speculative_tokens",
-    "prompt_lookup_min": "serve.prompt_lookup_min",
-    "prompt_lookup_max": "serve.prompt_lookup_max",
+    **{name: f"serve.{name}" for method in METHODS.values() for name in method.options},
     "synthetic_acceptance_length": "serve.acceptance_length",
 }
 

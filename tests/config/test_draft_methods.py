@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atom.config.draft_methods import METHODS, WITH_MODEL, find_name
+from atom.config.limits import SuffixLimits
 from atom.config.schema import ServeConfig
 from atom.frontend.drafts import WRITERS
 
@@ -34,8 +35,9 @@ def test_only_the_object_of_a_method_and_its_programs_name_it():
 
 
 def test_methods_with_programs_have_a_writer():
-    assert [*METHODS] == ["ngram", "mtp", "eagle3", "draft"]
-    assert set(WRITERS) == {name for name, method in METHODS.items() if method.has_programs} == {*METHODS} - {"ngram"}
+    assert [*METHODS] == ["ngram", "suffix", "mtp", "eagle3", "draft"]
+    programs = {name for name, method in METHODS.items() if method.has_programs}
+    assert set(WRITERS) == programs == {*METHODS} - {"ngram", "suffix"}
 
 
 def test_the_methods_that_read_a_draft_model():
@@ -45,13 +47,22 @@ def test_the_methods_that_read_a_draft_model():
 
 def test_options_of_one_method_are_fields_that_are_null_by_default():
     options = {name for method in METHODS.values() for name in method.options}
-    assert options == {"prompt_lookup_min", "prompt_lookup_max"}
+    suffix = {"max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob"}
+    assert options == {"prompt_lookup_min", "prompt_lookup_max"} | {f"suffix_decoding_{name}" for name in suffix}
+    assert {*SuffixLimits._fields} == suffix
     assert {each.name: each.default for each in fields(ServeConfig) if each.name in options} == dict.fromkeys(options)
 
 
 @pytest.mark.parametrize(
     ("name", "ours"),
-    [("draft_model", "draft"), ("deepseek_mtp", "mtp"), ("mtp", "mtp"), ("ngram", "ngram"), ("medusa", "medusa")],
+    [
+        ("draft_model", "draft"),
+        ("deepseek_mtp", "mtp"),
+        ("mtp", "mtp"),
+        ("ngram", "ngram"),
+        ("suffix", "suffix"),
+        ("medusa", "medusa"),
+    ],
 )
 def test_vllm_names_of_methods(name: str, ours: str):
     assert find_name(name) == ours

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atom.config import Config
-from atom.config.limits import Drafting, EngineLimits, acceptance_rates
+from atom.config.limits import Drafting, EngineLimits, SuffixLimits, acceptance_rates
 from atom.config.load import load
 
 
@@ -43,19 +43,46 @@ def test_a_slot_keeps_a_state_more_than_the_drafts_of_a_step():
         (["serve.method=ngram"], Drafting(3, 2, 4), None),
         (["serve.method=ngram", "serve.prompt_lookup_max=1"], Drafting(3, 1, 1), None),
         (["serve.method=ngram", "device=cuda"], Drafting(3, 2, 4), Drafting(3, 2, 4)),
+        (["serve.method=suffix"], Drafting(7, 2, 4, suffix=SuffixLimits(24, 10_000, 1.0, 0.1)), None),
+        (
+            [
+                "device=cuda",
+                "serve.method=suffix",
+                "serve.num_speculative_tokens=5",
+                "serve.suffix_decoding_max_tree_depth=9",
+                "serve.suffix_decoding_max_cached_requests=0",
+                "serve.suffix_decoding_max_spec_factor=1.5",
+                "serve.suffix_decoding_min_token_prob=0",
+            ],
+            Drafting(5, 2, 4, suffix=SuffixLimits(9, 0, 1.5, 0)),
+            Drafting(5, 2, 4, suffix=SuffixLimits(9, 0, 1.5, 0)),
+        ),
         (
             ["serve.method=ngram", "load_dummy=true", "serve.acceptance_length=2.5"],
             Drafting(3, 2, 4, rates=(1.0, 0.5, 0.0)),
             Drafting(3, 2, 4, rates=(1.0, 0.5, 0.0)),
         ),
     ],
-    ids=["none", "by the host", "one token", "by the runner", "by chance"],
+    ids=[
+        "none",
+        "by the host",
+        "one token",
+        "by the runner",
+        "suffixes",
+        "suffixes, verified by the runner",
+        "by chance",
+    ],
 )
-def test_the_host_drafts_n_grams_on_a_cpu_and_the_runner_all_else(
+def test_the_host_looks_up_tokens_on_a_cpu_and_the_runner_does_all_else(
     overrides: list[str], drafts: Drafting | None, drafting: Drafting | None
 ):
     config = config_of(*overrides)
     assert (config.drafts, config.drafting) == (drafts, drafting)
+
+
+def test_a_step_of_a_gpu_costs_as_much_for_longer_drafts_so_that_a_match_allows_more_of_them():
+    drafts = load(["serve.method=suffix", "device=cuda"]).drafts
+    assert drafts is not None and drafts.suffix == SuffixLimits(24, 10_000, 4.0, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -1349,6 +1349,24 @@ def test_what_is_looked_up_is_refused_where_nothing_is(field: str, method: str):
         load([f"serve.method={method}", f"serve.{field}", "device=cpu"])
 
 
+def test_suffixes_are_looked_up_within_limits():
+    texts = ["serve.method=suffix", "device=cpu"]
+    assert [
+        load([*texts[1:], f"serve.method={each}"]).serve.num_speculative_tokens for each in ("suffix", "ngram")
+    ] == [7, 3]
+    for field in ("max_tree_depth=1", "max_cached_requests=-1", "max_spec_factor=-1.0", "min_token_prob=1.1"):
+        with pytest.raises(ConfigError, match=rf"^serve.suffix_decoding_{field} must be"):
+            load([*texts, f"serve.suffix_decoding_{field}"])
+    with pytest.raises(
+        ConfigError, match=r"^serve.suffix_decoding_max_cached_requests=0 is read only by serve.method=s"
+    ):
+        load(["serve.method=ngram", "serve.suffix_decoding_max_cached_requests=0", "device=cpu"])
+    with pytest.raises(
+        ConfigError, match=r"^serve.acceptance_length=2 accepts drafts of a runner; serve.method=suffix"
+    ):
+        load([*texts, "load_dummy=true", "serve.acceptance_length=2"])
+
+
 def test_drafts_are_accepted_by_chance_where_weights_are_random():
     texts = ["serve.method=ngram", "serve.acceptance_length=2.5", "device=cpu"]
     assert load([*texts, "load_dummy=true"]).serve.acceptance_length == 2.5

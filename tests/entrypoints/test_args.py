@@ -142,6 +142,17 @@ def test_vllms_speculative_config_is_our_fields():
         "serve.prompt_lookup_min=3",
         "serve.acceptance_length=2.5",
     ]
+    given = (
+        '{"method": "suffix", "suffix_decoding_max_tree_depth": 32, "suffix_decoding_max_cached_requests": 500, '
+        '"suffix_decoding_max_spec_factor": 1.5, "suffix_decoding_min_token_prob": 0.2}'
+    )
+    assert parse("--speculative-config", given).overrides() == [
+        "serve.method='suffix'",
+        "serve.suffix_decoding_max_tree_depth=32",
+        "serve.suffix_decoding_max_cached_requests=500",
+        "serve.suffix_decoding_max_spec_factor=1.5",
+        "serve.suffix_decoding_min_token_prob=0.2",
+    ]
 
 
 @pytest.mark.parametrize(

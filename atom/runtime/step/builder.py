@@ -160,6 +160,8 @@ class StepBuilder:
         step.copies = {kind: in_rows(moved, 4) for kind, moved in rows.copies.items()}
         if rows.special:
             add_special(step, rows.special, self._capacity.vocab)
+        if num_drafts:
+            step.drafted = pack_drafts(plan, self._capacity.num_drafts)
         if not is_decode:
             step.scored = find_scored(plan, shape)
             step.pooled = find_pooled(plan, shape)
@@ -387,6 +389,15 @@ def find_drafts(plan: Plan) -> list[Draft]:
             drafts.append(Draft(at, first, list(row.drafts), row.sequence.slot, row.start + 1))
             first += len(row.drafts)
     return drafts
+
+
+def pack_drafts(plan: Plan, num_drafts: int) -> bytearray:
+    """What the host has drafted, as in `StepInput.drafted`; nothing if the runner drafts."""
+    drafted = array("q")
+    for row in plan.rows:
+        if row.drafts and row.drafts[0] >= 0:
+            drafted.extend((row.sequence.slot, *row.drafts, *[-1] * (num_drafts - len(row.drafts))))
+    return bytearray(drafted)
 
 
 def number_of(sequence: Sequence) -> int:

@@ -47,8 +47,8 @@ class PackedRows(NamedTuple):
 class BatchShape(msgspec.Struct, frozen=True):
     """T tokens of S rows, R of which sample. The first D rows are decodes, the others prompts.
 
-    A decode has one token, and those that the runner drafts for it. A token that the host has drafted is a decode of
-    its own, in the slot of its sequence.
+    A decode has one token, and those that the runner drafts for it, or takes from the host. If it does neither, a token
+    that the host has drafted is a decode of its own, in the slot of its sequence.
     """
 
     num_tokens: int
@@ -202,6 +202,7 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     prefixes: bytearray = bytearray()
     num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
     drafts: list[Draft] = []
+    drafted: bytearray = bytearray()  # i64[D, 1 + drafts]: slots, and what the host has drafted for them, -1 for none
     others: list[StepInput] = []  # of the other data groups, of the same shape
 
 

@@ -381,8 +381,8 @@ class Model:
         return results[: len(self.head.inputs)], results[len(results) - num_states :]
 
     def _find_ngrams(self, slots: Tensor) -> None:
-        """Draft for slots i32[S] by prompt lookup, if no program drafts."""
-        if len(slots) and self.drafting and not self.has_draft_programs:
+        """Draft for slots i32[S] by prompt lookup, if neither a program nor the host drafts."""
+        if len(slots) and self.drafting and not self.has_draft_programs and self.drafting.suffix is None:
             self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
 
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:

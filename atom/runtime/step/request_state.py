@@ -71,6 +71,12 @@ class RequestState:
         counts[np.array(prompt, np.int64)] += 1
         self.counts[slot].copy_(send(counts, torch.int32, self.device))
 
+    def set_drafts(self, packed: bytearray) -> None:
+        """Set the drafts of slots, as in `StepInput.drafted`."""
+        assert self.drafts is not None, "nothing drafts"
+        rows = send(packed, torch.int64, self.device).view(-1, 1 + self.drafts.shape[1])
+        self.drafts.index_copy_(0, rows[:, 0], rows[:, 1:])
+
     def set_history(self, slot: int, tokens: bytearray) -> None:
         """Set the first tokens i32 of a slot's history."""
         assert self.history is not None, "nothing looks them up"

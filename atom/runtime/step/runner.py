@@ -123,6 +123,8 @@ class Runner:
                 model.state.set_counts(each.slot, each.prompt, each.output)
             for history in step.histories:
                 model.state.set_history(history.slot, history.tokens)
+        if step.drafted:
+            model.state.set_drafts(step.drafted)
         if step.table_entries:
             model.extend_tables(step.table_entries)
         if step.restores:

@@ -33,7 +33,7 @@ def test_tokens_are_those_of_none(name: str, level: int, checkpoints: Any, monke
     calls: list[int] = []
     attend = shared_prefix.PrefixAttention.__call__
     monkeypatch.setattr(shared_prefix.PrefixAttention, "__call__", lambda *args: calls.append(1) or attend(*args))
-    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", 1)
+    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", {256: 1})
     engine = LLMEngine(str(checkpoints(name)), **fields)
     calls.clear()
     for run_ahead in (2, 0):
@@ -50,7 +50,7 @@ def test_drafts_of_grouped_decodes_are_verified_alike(checkpoints: Any, monkeypa
     expected = [answer["token_ids"] for answer in plain.generate(PROMPTS, GREEDY)]
     plain.close()
     monkeypatch.setattr(Config, "drafting", Drafting(3, 1, 4))
-    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", 1)
+    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", {256: 1})
     engine = LLMEngine(str(checkpoints("qwen3")), **fields, method="ngram")
     assert [answer["token_ids"] for answer in engine.generate(PROMPTS, GREEDY)] == expected
     stats = engine._engine.stats().scheduler
@@ -61,7 +61,7 @@ def test_drafts_of_grouped_decodes_are_verified_alike(checkpoints: Any, monkeypa
 
 def test_a_graph_serves_any_groups(checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     """The same size comes with two groups, then one of all, then one of some."""
-    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", 1)
+    monkeypatch.setattr(prefix_groups, "SAVED_BYTES", {256: 1})
     engine = LLMEngine(str(checkpoints("qwen3")), **FIELDS, **LIMITS, level=3)
     batches = [
         PROMPTS[:7],

@@ -56,7 +56,7 @@ class PrefixParts(NamedTuple):
 def choose(num_rows: int, dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Tiling:
     """Choose the tiles.
 
-    num_rows: of all decodes of a step
+    num_rows: of all decodes of a step, if they were as many as the next power of two
     element_size, entry_size: as in decode.py
     """
     rows = min(max(16, next_power_of_2(num_rows)), 64 if dim <= 128 else 32)
@@ -188,14 +188,14 @@ class PrefixAttention:
         _, block_size, _, kv_heads, _ = cache.shape
         num_decodes, num_groups = len(prefixes.lengths), len(prefixes.starts) - 1
         group, gpu = heads // kv_heads, find_gpu(q.device)
-        num_rows = group * query_len  # of a sequence
+        num_rows, max_decodes = group * query_len, next_power_of_2(num_decodes)  # rows of a sequence; few launches
         tile, positions, per_unit, num_warps, num_stages = self._tiling or choose(
-            num_decodes * num_rows, dim, product_size(q, cache), cache.element_size(), gpu
+            max_decodes * num_rows, dim, product_size(q, cache), cache.element_size(), gpu
         )
         tile = max(tile, next_power_of_2(num_rows))
         assert PREFIX_MULTIPLE % positions == 0, "prefixes are whole tiles"
         programs, sequences = -(-gpu.units * per_unit // kv_heads), tile // num_rows
-        slots = programs + num_groups + num_decodes // sequences  # each run begins at another program or tile
+        slots = programs + num_groups + max_decodes // sequences  # each run begins at another program or tile
         slots = -(-slots // SLOTS) * SLOTS  # few shapes, so that graphs share memory
         parts = self._find_memory(q.device, kv_heads, slots, tile, dim, sequence_bucket(num_decodes))
         _attend_prefixes[(kv_heads, programs)](

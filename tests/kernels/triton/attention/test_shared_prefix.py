@@ -6,9 +6,12 @@ from kernels.checks import assert_as_near, assert_equal
 from kernels.paged import Case, change, make_case, move, reference, share
 from torch import Tensor
 
+from atom.graph.batch import SharedPrefixes
 from atom.kernels.hopper import attention as hopper
+from atom.kernels.triton.attention import shared_prefix
 from atom.kernels.triton.attention.paged import PagedAttention, decode
-from atom.kernels.triton.attention.shared_prefix import Tiling
+from atom.kernels.triton.attention.shared_prefix import PrefixAttention, Tiling
+from atom.kernels.triton.gpu import Gpu
 
 SMALL_PARTS = decode.Parameters(tile_bytes=1024, programs_per_unit=4)  # sequences are cut into many
 SMALL_TILES = Tiling(16, 32, 5, 4, 2)
@@ -59,6 +62,27 @@ def test_groups_of_any_number_and_size_follow_each_other(triton_device):
         assert_equal(run(shared, triton_device, attend, scale=0.3), reference(shared, scale=0.3))
         for part in (each for parts in attend._attend_prefixes._memory.values() for each in parts[:2]):
             part.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim", "query_len"), [(8, 8, 128, 1), (2, 8, 256, 1), (8, 4, 128, 8)])
+def test_numbers_of_decodes_up_to_a_power_of_two_share_a_kernel(monkeypatch, kv_heads, group, dim, query_len):
+    """A start compiles that of the power of two, and no other."""
+    launches = set()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.add((grid, args[12:], *options.values()))
+
+    monkeypatch.setattr(shared_prefix, "_attend_prefixes", Kernel())
+    monkeypatch.setattr(shared_prefix, "find_gpu", lambda _: Gpu(132, 227 << 10, (9, 0)))
+    cache = torch.empty(1, 16, 2, kv_heads, dim, device="meta", dtype=torch.bfloat16)
+    attend = PrefixAttention()
+    for num in (257, 320, 384, 500, 512):
+        q = torch.empty(num * query_len, kv_heads * group, dim, device="meta", dtype=torch.bfloat16)
+        numbers = torch.empty(num, device="meta", dtype=torch.int32)
+        prefixes = SharedPrefixes("full", numbers, numbers, numbers[:17])
+        attend(q, cache, numbers[None], prefixes, None, 0.1, None, query_len)
+    assert len(launches) == len(attend._memory) == 1
 
 
 def test_layers_with_windows_and_other_caches_do_not_take_prefixes(triton_device):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from atom.config.limits import EngineLimits
 from atom.graph import Graph, ops
 from atom.graph.batch import PREFIX_MULTIPLE
+from atom.graph.graph import names_of
 from atom.graph.recipes import KV
 from atom.kernels import find_kernel
 from atom.runtime.step.input import NUM_GROUPS, PrefixRule
@@ -48,6 +49,7 @@ def find_rule(graph: Graph, limits: EngineLimits) -> PrefixRule | None:
         for node in program.nodes
         if node.target in (ops.paged_attention, ops.norm_rope_attention)
         if find_kernel(node.target, node.meta.get("kernel", "reference")).reads_prefixes_once
+        if "slopes" not in names_of(node.target, len(node.args), *node.kwargs)
         for state in node.args
         if isinstance(state, KV) and state.rule.keeps_all and node.kwargs.get("window") is None
     }

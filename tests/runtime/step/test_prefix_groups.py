@@ -5,10 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 
+from atom.compiler import compile_graph
+from atom.config.limits import EngineLimits
+from atom.config.load import engine_overrides, load
 from atom.graph.batch import PREFIX_MULTIPLE
+from atom.kernels import Target
 from atom.runtime.step.input import NUM_GROUPS, PrefixRule
-from atom.runtime.step.prefix_groups import ROW_TOKENS, PrefixGroups, group_alike
+from atom.runtime.step.prefix_groups import ROW_TOKENS, PrefixGroups, find_rule, group_alike
 
 BLOCK = 16  # tokens
 RULE = PrefixRule("full", token_bytes=4096, saved_bytes=1 << 20)  # 256 tokens
@@ -123,3 +128,20 @@ def test_prefixes_that_go_on_from_one_another_many_times_are_grouped():
     for rows_of, length, saved in found:
         assert saved == (len(rows_of) - 1) * length - len(rows_of) * ROW_TOKENS > 0
         assert length <= 8 * BLOCK * (min(rows_of) + 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bloom", "qwen2_window"])
+def test_a_rule_is_of_layers_whose_kernels_read_prefixes_once(
+    checkpoints: Any, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Not of slopes, and windows have pools of their own."""
+    monkeypatch.setitem(tiny.VARIANTS, "bloom", tiny.COMBINED["bloom"])
+    config = load(engine_overrides(str(checkpoints(name)), {"dtype": "bf16", "device": "cpu", "level": 1}))
+    hopper, cpu = Target("cuda", frozenset({"nvidia", "sm_90"})), Target("cpu", frozenset())
+    graph = compile_graph(config, target=hopper)
+    token_bytes = next(state.type.num_bytes for state in graph.states())
+    many, few = EngineLimits(64, 8192, 1 << 20), EngineLimits(2, 8192, 2048)
+    rule = None if name == "bloom" else PrefixRule("full", token_bytes, 192 << 20)
+    assert find_rule(graph, many) == rule
+    assert find_rule(graph, few) is None, "two sequences never save so much"
+    assert find_rule(compile_graph(config, target=cpu), many) is None

@@ -213,8 +213,8 @@ def test_a_request_at_fault_ends_and_no_other(
     model, num_failed = engine._engine.runner.model, []
     mix = type(model).mix
 
-    def fail(self: Any, shape: Any, packed: Any) -> Any:
-        computed = mix(self, shape, packed)
+    def fail(self: Any, shape: Any, *packed: Any) -> Any:
+        computed = mix(self, shape, *packed)
         if (computed.inputs.tokens == 100).any():
             num_failed.append(shape)
             raise ValueError("a token that fails")

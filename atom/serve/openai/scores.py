@@ -57,7 +57,9 @@ class Comparison(PooledResponder[ComparisonT]):
         template = self.context.pair_template
         for name in ("instruction", "chat_template_kwargs"):
             if template is None and getattr(self.body, name) is not None:
-                raise FieldError(name, "no template makes one prompt of these texts; write it into the query")
+                raise FieldError(
+                    name, f"{name} is for a template that makes one prompt of two texts, and this model has none"
+                )
         if not self.classifies:
             queries = [self.fit(first, text, max_tokens=limits[0]) for text in left]
             return queries + [self.fit(second, text, max_tokens=limits[1]) for text in right]

@@ -81,7 +81,8 @@ def test_the_figures_of_a_session_add_up_turn_by_turn(client: anthropic.Anthropi
     ]
     first = ask(client, messages, streams=True)
     usage = first.usage
-    assert usage.cache_read_input_tokens == 0 and first.prefix_hit["reason"] == "not_computed"
+    assert usage.cache_read_input_tokens == 0
+    assert first.prefix_hit["reason"] in ("not_computed", "different_token"), "others may have asked this server"
     system = client.messages.count_tokens(
         model="talker", system=SYSTEM, tools=TOOLS, messages=[user({"type": "text", "text": "a"})]
     ).input_tokens

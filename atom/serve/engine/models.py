@@ -138,7 +138,9 @@ class Models:
             raise EngineDeadError(f"{model.name} cannot be loaded: {model.error}")
 
     async def unload(self, model: ServedModel) -> None:
-        """End a model's processes, once nobody uses it."""
+        """End a model's processes, once it is loaded if it is being, and nobody uses it."""
+        if (waking := self._waking.get(model)) is not None:
+            await asyncio.wait((waking,))
         await model.await_unused()
         async with self._changing:
             await model.sleep()

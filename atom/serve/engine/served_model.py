@@ -194,14 +194,15 @@ class ServedModel:
             raise self.engines.load_error(await self._end_dead())
 
     async def sleep(self, level: int | None = None) -> None:
-        """Wait until nobody uses it, and put it to sleep, in which others wait to be let in.
+        """Wait until nobody uses it, and put it to sleep, deeper if it sleeps; who comes meanwhile waits to be let in.
 
         level: as of /sleep; None: its processes end
         """
         self._is_leaving = True
         try:
             await self._unused.wait()
-            if self.state is not ModelState.LOADED:  # it has died
+            is_there = self.state is ModelState.LOADED or (self.state is ModelState.SLEEPING and level is None)
+            if not is_there:  # it has died
                 return
             self._num_failures = 0
             if level is None or not await self._doze(level):

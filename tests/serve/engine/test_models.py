@@ -456,3 +456,23 @@ def test_an_operator_loads_and_unloads(play: Play):
             await models.load(models[1])
 
     play(test, **LIGHT, broken=["b"])
+
+
+def test_what_an_operator_unloads_has_no_processes_also_if_it_slept_or_was_loading(play: Play):
+    async def test(models: Models, clock: Clock) -> None:
+        await use(models[0])
+        clock.now += 61
+        models.check()
+        await until(lambda: models[0].state is ModelState.SLEEPING)
+        await models.unload(models[0])
+        assert states(models) == "a:unloaded b:unloaded"
+        Played.gate.clear()
+        loading = asyncio.create_task(models.load(models[1]))
+        await until(lambda: models[1].state is ModelState.LOADING)
+        unloading = asyncio.create_task(models.unload(models[1]))
+        await asyncio.sleep(0)
+        Played.gate.set()
+        await asyncio.gather(loading, unloading)
+        assert states(models) == "a:unloaded b:unloaded"
+
+    assert play(test, **LIGHT) == ["start a", "Sleep a", "End a", "start b", "End b"]

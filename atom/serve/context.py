@@ -25,7 +25,7 @@ from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.pair_prompts import PairTemplate
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
-from atom.serve.engine.client import EngineState
+from atom.serve.engine.client import EngineState, QueueFullError
 from atom.serve.engine.models import Models
 from atom.serve.engine.replicas import Replicas
 from atom.serve.engine.served_model import ServedModel
@@ -289,6 +289,11 @@ class Context:
         if status_of(error) == 500:
             LOG.error("request failed", exc_info=error)
         return body_of(error)
+
+    def count_rejection(self, tenant: Tenant, error: QueueFullError) -> None:
+        """Count a request that found the queue full."""
+        tenant.refuse(error.limit)
+        self.metrics.count_rejection()
 
     def log_once(self, text: str) -> None:
         """Log what many requests would repeat."""

@@ -16,7 +16,7 @@ import torch
 import wire
 from serving import Server
 
-OPS, APP = {"x-api-key": "ops-key"}, {"x-api-key": "app-key"}
+OPS, APP, SLOW = ({"x-api-key": f"{name}-key"} for name in ("ops", "app", "slow"))
 EXITS = 5  # a prompt's first token has the stub end its process
 IDLE = "serve.idle_sleep_seconds=1000"  # each is loaded by its first request, and then stays awake
 
@@ -39,7 +39,9 @@ def complete(server: Server, headers: Any = None, **body: Any) -> wire.Answer:
 def server(talker: Path, tmp_path_factory: Any) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("several")
     keys = folder / "keys.yaml"
-    keys.write_text("ops: {key: ops-key, admin: true}\napp: {key: app-key, models: [b]}\n")
+    keys.write_text(
+        "ops: {key: ops-key, admin: true}\napp: {key: app-key, models: [b]}\nslow: {key: slow-key, requests_per_second: 0.001}\n"
+    )
     given = [entries(talker), IDLE, f"serve.http.api_keys=@{keys}", "serve.http.log=json"]
     with serving.started(talker, folder, *given, stub={}) as started:
         yield started
@@ -109,6 +111,15 @@ def test_a_body_that_is_refused_wakes_nobody(server: Server):
     assert status_of(server, OPS)["b"] == "unloaded"
 
 
+def test_a_key_beyond_its_limits_wakes_nobody(server: Server):
+    for name, status in (("a", 200), ("b", 429)):  # one request is within the limit
+        wire.ask(server.url, "POST", "/models/unload", {"model": name}, OPS)
+        assert complete(server, SLOW, model=name).status == status
+    assert status_of(server, OPS)["b"] == "unloaded"
+    text = wire.ask(server.url, "GET", "/metrics", headers=OPS).body.decode()
+    assert 'atom:key_requests_total{key="slow"} 1.0' in text and 'atom:key_requests_open{key="slow"} 0.0' in text
+
+
 def test_a_stream_keeps_its_model_awake_until_it_ends(server: Server):
     body = {"prompt": [0], "max_tokens": 60, "model": "a"}
     assert complete(server, OPS, model="a").status == 200
@@ -150,6 +161,8 @@ def test_ctrl_c_drains_all(talker: Path, tmp_path: Path):
 
 def test_an_idle_model_is_unloaded_also_if_it_is_the_only_one(talker: Path, tmp_path: Path):
     with serving.started(talker, tmp_path, "serve.idle_sleep_seconds=0.2", stub={}) as server:
+        assert complete(server, model="other").status == 404
+        assert status_of(server) == {"talker": "unloaded"}
         assert complete(server).status == 200
         wire.wait_until(lambda: status_of(server) == {"talker": "unloaded"})
         wire.wait_until(lambda: not serving.family(server))

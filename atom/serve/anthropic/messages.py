@@ -48,7 +48,6 @@ def routes(context: Context) -> APIRouter:
     async def count_message_tokens(body: CountRequest, request: Request, context: Named) -> Response:
         """The tokens of the prompt that a conversation becomes."""
         context.begin()
-        context.model_for(request.state.tenant, body.model)
         prepared = await context.in_thread(lambda: prepare(context, body))
         return json_response({"input_tokens": len(prepared.conversation.tokens)})
 

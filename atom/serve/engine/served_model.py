@@ -57,7 +57,7 @@ class ServedModel:
         self.error: AtomError | None = None  # why it could not be loaded, or died
         self._serve = engines.config.serve
         self._wake, self._clock = wake, clock
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[asyncio.Future[None], str] = {}  # their keys
         self._is_leaving = False  # who comes now waits until it has been woken up again
         self._unused = asyncio.Event()
         self._unused.set()
@@ -102,10 +102,13 @@ class ServedModel:
             self._add_user()
         return is_awake
 
-    async def acquire(self) -> None:
+    async def acquire(self, tenant: str = "") -> None:
         """Wait until it is awake, and keep it so until `release`.
 
-        EngineDeadError if it cannot be loaded, or has just failed; QueueFullError if max_queue requests wait already.
+        EngineDeadError if it cannot be loaded, or has just failed; QueueFullError if max_queue requests wait already,
+        or as many of this key as it leaves free (as in `EngineClient.has_room`).
+
+        tenant: the key's name, if there are several
         """
         if self.acquire_now():
             return
@@ -113,10 +116,11 @@ class ServedModel:
             raise EngineDeadError(self._is_closed)
         if (seconds := self._retry_at - self._clock()) > 0:
             raise EngineDeadError(f"{self.error}; it is loaded again in {math.ceil(seconds)} s at the earliest")
-        if len(self._waiters) >= self._serve.http.max_queue:
+        own = sum(each == tenant for each in self._waiters.values()) if tenant else 0
+        if len(self._waiters) + own >= self._serve.http.max_queue:
             raise QueueFullError(len(self._waiters), RETRY_SECONDS)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        self._waiters[waiter] = tenant
         self._wake(self)
         try:
             await waiter
@@ -125,8 +129,7 @@ class ServedModel:
                 self.release()  # it was let in, and has left in the same moment
             raise
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            self._waiters.pop(waiter, None)
 
     def release(self) -> None:
         self.num_users -= 1
@@ -138,7 +141,7 @@ class ServedModel:
         """Note that it is awake, and let in who waits, before it can be put to sleep again."""
         self.state, self.error, self.is_requested = ModelState.LOADED, None, False
         self.used_at = self._loaded_at = self._clock()
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, {}
         for each in waiters:
             if not each.done():
                 self._add_user()
@@ -244,7 +247,7 @@ class ServedModel:
         self._unused.clear()
 
     def _refuse(self, reason: str) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, {}
         for each in waiters:
             if not each.done():
                 each.set_exception(EngineDeadError(reason))

@@ -36,6 +36,7 @@ from atom.config import AdvancedConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
+from atom.serve.engine.client import QueueFullError
 from atom.serve.http.errors import shown
 from atom.serve.http.sse import until_gone
 from atom.serve.http.waking import WakingStream
@@ -105,20 +106,32 @@ class BodyRoute(APIRoute):
     def find(self, request: Request, model: str | None) -> Context:
         """The context of a model. EngineDeadError if no requests may come; ModelNotFoundError."""
         self.context.begin()
-        return self.context.shared.find(request.state.tenant, model)
+        found, tenant = self.context.shared.find(request.state.tenant, model), request.state.tenant
+        found.model_for(tenant, model)
+        return found
 
     def wake(self, request: Request, context: Context) -> asyncio.Task[None] | None:
-        """Keep a model awake until the request has been answered; what waits for it first, None if it is awake."""
-        model, kept = context.served, request.state.kept_awake
+        """Keep a model awake until the request has been answered; what waits for it first, None if it is awake.
+
+        LimitError if its key may not wake it.
+        """
+        model, kept, tenant = context.served, request.state.kept_awake, request.state.tenant
         if model is None:
             return None
         if model.acquire_now():
             kept.callback(model.release)
             return None
+        tenant.begin()
+        kept.callback(tenant.end)
+        request.state.has_begun = True
 
         async def acquire() -> None:
             began = time.perf_counter()
-            await model.acquire()
+            try:
+                await model.acquire(tenant.name if context.are_several else "")
+            except QueueFullError as error:
+                context.count_rejection(tenant, error)
+                raise
             kept.callback(model.release)
             request.state.waking_seconds = time.perf_counter() - began
 

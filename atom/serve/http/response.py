@@ -334,8 +334,9 @@ class Responder(ABC):
         pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
         with ExitStack() as left:
-            tenant.begin()
-            left.callback(tenant.end)
+            if not getattr(request.state, "has_begun", False):  # before its model was woken up
+                tenant.begin()
+                left.callback(tenant.end)
             submission = await (context.in_thread(make) if self.renders else context.work(size, make))
             request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
             options = replace(
@@ -348,8 +349,7 @@ class Responder(ABC):
             try:
                 stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
             except QueueFullError as error:
-                tenant.refuse(error.limit)
-                context.metrics.count_rejection()
+                context.count_rejection(tenant, error)
                 raise
             tenant.accept()
             left.callback(engines.abort, stream)

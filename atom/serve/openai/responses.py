@@ -108,7 +108,6 @@ def routes(context: Context) -> APIRouter:
     async def count_input_tokens(body: ResponsesRequest, request: Request, context: Named) -> Response:
         """The tokens of the prompt that the same body of /v1/responses becomes."""
         context.begin()
-        context.model_for(request.state.tenant, body.model)
         tenant = request.state.tenant.name
         _, _, conversation = await context.in_thread(lambda: prepare(context, continued(context, body, tenant)))
         return json_response({"object": "response.input_tokens", "input_tokens": len(conversation.tokens)})

@@ -26,7 +26,6 @@ def routes(context: Context) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request, context: Named) -> Response:
         """The token ids of a text, or of a conversation in the chat template."""
         context.begin()
-        context.model_for(request.state.tenant, body.model)
         if (body.messages is None) == (body.prompt is None):
             raise FieldError("prompt", "give one of prompt and messages")
         if body.messages is not None:
@@ -62,7 +61,6 @@ def routes(context: Context) -> APIRouter:
     async def detokenize(body: DetokenizeRequest, request: Request, context: Named) -> Response:
         """The text of token ids, special tokens included."""
         context.begin()
-        context.model_for(request.state.tenant, body.model)
         tokenizer, most = context.need_tokenizer(), context.max_total_tokens
         if len(body.tokens) > most:
             raise FieldError("tokens", f"{len(body.tokens)} tokens; this server takes {most} (max_total_tokens)")

@@ -427,6 +427,21 @@ def test_no_more_wait_than_the_queue_holds(play: Play):
     play(test, **IDLE, max_queue=2)
 
 
+def test_a_key_leaves_room_for_others_among_those_that_wait(play: Play):
+    async def test(models: Models, _: Clock) -> None:
+        Played.gate.clear()
+        waiting = [asyncio.create_task(models[0].acquire("one")) for _ in range(2)]
+        await until(lambda: models[0].num_waiting == 2)
+        with pytest.raises(QueueFullError):
+            await models[0].acquire("one")
+        waiting.append(asyncio.create_task(models[0].acquire("other")))
+        await until(lambda: models[0].num_waiting == 3)
+        Played.gate.set()
+        await asyncio.gather(*waiting)
+
+    play(test, **IDLE, max_queue=4)
+
+
 def test_those_that_wait_are_refused_when_the_server_drains(play: Play):
     async def test(models: Models, _: Clock) -> None:
         Played.gate.clear()

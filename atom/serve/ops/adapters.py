@@ -14,6 +14,7 @@ from atom.serve.context import Context
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError, ModelNotFoundError, shown
 from atom.serve.openai.schema import LoadAdapterRequest, UnloadAdapterRequest
+from atom.serve.ops.admin import find_loaded
 
 
 def routes(context: Context) -> APIRouter:
@@ -23,12 +24,13 @@ def routes(context: Context) -> APIRouter:
         return router
 
     def find(request: Request) -> Context:
-        """The model whose adapters change: of several, that of the query's `model`."""
+        """The model whose adapters change: of several, that of the query's `model`. EngineDeadError if it sleeps."""
         found = shared.find(request.state.tenant, request.query_params.get("model"))
         if not found.config.serve.allow_runtime_lora_updating:
             raise RequestError(
                 f"{found.names[0]} is served without serve.allow_runtime_lora_updating; ?model= names one"
             )
+        find_loaded([found])
         return found
 
     @router.post("/v1/load_lora_adapter")

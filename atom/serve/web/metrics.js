@@ -1,6 +1,6 @@
 /** Read the server's metrics, and what has changed between two samples of them. */
 
-/** Our metrics in Prometheus' text: the sum of each name, and histograms' cumulative buckets as [bound, count]. */
+/** Our metrics in Prometheus' text, models and engines added up: a sum by name, histograms' cumulative buckets as [bound, count]. */
 export function parseMetrics(text) {
   const sums = new Map(), buckets = new Map();
   for (const line of text.split("\n")) {
@@ -8,9 +8,12 @@ export function parseMetrics(text) {
     if (!name) continue;
     const bound = /(?:^|,)le="([^"]+)"/.exec(labels ?? "")?.[1];
     if (bound === undefined) sums.set(name, (sums.get(name) ?? 0) + Number(value));
-    else buckets.set(name, [...buckets.get(name) ?? [], [bound === "+Inf" ? Infinity : Number(bound), Number(value)]]);
+    else {
+      const counts = buckets.get(name) ?? new Map(), key = bound === "+Inf" ? Infinity : Number(bound);
+      buckets.set(name, counts.set(key, (counts.get(key) ?? 0) + Number(value)));
+    }
   }
-  return {sums, buckets};
+  return {sums, buckets: new Map([...buckets].map(([name, counts]) => [name, [...counts]]))};
 }
 
 /** What has changed between two samples. */

@@ -717,6 +717,23 @@ def test_what_is_finished_is_neither_parsed_nor_built_again(server: Server, visi
     assert 1 < built < 10, "times that a block is built"
 
 
+def test_the_histograms_of_several_models_are_added_up(server: Server, visit: Open):
+    buckets = {"a": (1, 4), "b": (2, 2)}
+    lines = [
+        f'atom:wait_bucket{{le="{bound}",model_name="{name}"}} {count}.0'
+        for name, counts in buckets.items()
+        for bound, count in zip(("0.5", "+Inf"), counts, strict=True)
+    ]
+    found = visit(server.url).page.evaluate(
+        """async text => {
+        const {parseMetrics} = await import("/page/metrics.js");
+        return parseMetrics(text).buckets.get("wait_bucket");
+    }""",
+        "\n".join(lines),
+    )
+    assert found == [[0.5, 3], [float("inf"), 6]]
+
+
 @pytest.mark.slow
 def test_code_is_copied(server: Server, visit: Open):
     opened = visit(server.url, permissions=["clipboard-read", "clipboard-write"])

@@ -114,7 +114,7 @@ class Server:
         self._metrics = metrics = ServerMetrics(has_several=bool(others))
         self._shared = shared = Shared(config, self._engines)
         for own, model in zip(configs, self._engines, strict=True):
-            Context(own, model.engines, Metrics(model.engines, metrics), shared=shared, served=model)
+            Context(own, model.engines, Metrics(model.engines, metrics, model), shared=shared, served=model)
         self._context = shared.contexts[0]
         tenants = read_tenants(http)
         app = create_app(self._context, tenants)

@@ -94,6 +94,8 @@ def test_an_operator_loads_and_unloads_a_model(server: Server):
         answer = wire.ask(server.url, "POST", f"/models/{path}", {"model": "b"}, OPS)
         assert answer.json == {"success": True, "model": "b"}
         assert status_of(server, OPS)["b"] == status
+        text = wire.ask(server.url, "GET", "/metrics", headers=OPS).body.decode()
+        assert ('atom:engine_up{model_name="b"}' in text) == (status == "loaded"), "an alert would call a human"
     assert wire.ask(server.url, "POST", "/models/load", {"model": "c"}, OPS).status == 404
 
 

@@ -350,7 +350,16 @@ class EngineClient(asyncio.Protocol):
         self._ids.clear()
         self._unseen.clear()
         self._num_unseen, self._num_waiting, self.num_sequences = Counter(), {}, 0
-        self.stats = replace(self.stats, num_running=0, num_waiting=0, num_blocks_used=0)
+        self.stats = replace(
+            self.stats,
+            num_running=0,
+            num_waiting=0,
+            num_blocks_used=0,
+            num_host_blocks_used=0,
+            num_retained_blocks=0,
+            running_adapters=[],
+            waiting_adapters=[],
+        )
         self._note_idle()
         for answer in self._asked.values():
             if not answer.done():

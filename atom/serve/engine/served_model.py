@@ -82,6 +82,11 @@ class ServedModel:
         return self.state in (ModelState.LOADED, ModelState.SLEEPING)
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it has no processes, and that is not for a fault."""
+        return self.state is ModelState.UNLOADED and self.error is None
+
+    @property
     def sleeps_at_first(self) -> bool:
         """Whether it is not loaded before the first request."""
         return self._serve.idle_sleep_seconds is not None

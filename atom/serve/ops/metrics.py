@@ -30,6 +30,7 @@ from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
 from atom.serve.engine.replica import Replica
 from atom.serve.engine.replicas import Replicas
+from atom.serve.engine.served_model import ServedModel
 from atom.serve.ops.server_metrics import Collector, ServerMetrics
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), seconds
@@ -142,13 +143,19 @@ OURS = {*GAUGES, *COUNTERS} - VLLM_ENGINE  # those of engines that vLLM has not
 class EngineCollector:
     """Collects the engines' state when the metrics are read."""
 
-    def __init__(self, engines: Replicas, *, names_all: bool = False) -> None:
-        """names_all: each metric has the model's name, and not only those that vLLM has"""
+    def __init__(self, engines: Replicas, served: ServedModel | None = None, *, names_all: bool = False) -> None:
+        """
+        served: the model, if it may sleep
+        names_all: each metric has the model's name, and not only those that vLLM has
+        """
         self._engines, self._config, self._model = engines, engines.config, engines.config.served_names[0]
-        self._names_all = names_all
+        self._served, self._names_all = served, names_all
 
     def collect(self) -> Iterable[Metric]:
+        is_asleep = self._served is not None and self._served.is_asleep
         for name, (about, value) in GAUGES.items():
+            if name == "engine_up" and is_asleep:  # for alerts: it is meant to be down
+                continue
             yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
         for name, (about, value) in COUNTERS.items():
             yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
@@ -305,12 +312,17 @@ class VLLMCollector:
 class Metrics:
     """The metrics of a model."""
 
-    def __init__(self, engines: Replicas, server: ServerMetrics | None = None) -> None:
-        """server: None: it has no other model"""
+    def __init__(
+        self, engines: Replicas, server: ServerMetrics | None = None, served: ServedModel | None = None
+    ) -> None:
+        """
+        server: None: it has no other model
+        served: the model, if it may sleep
+        """
         config = engines.config
         self.server = server = ServerMetrics() if server is None else server
         self._model = model = config.served_names[0]
-        collectors: list[Collector] = [EngineCollector(engines, names_all=server.has_several)]
+        collectors: list[Collector] = [EngineCollector(engines, served, names_all=server.has_several)]
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             found = Counter(f"atom:{name}", about, ("model_name", *labels), registry=None)

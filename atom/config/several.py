@@ -43,6 +43,9 @@ def split_models(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> l
     found = [parsed for parsed in map(parse, common) if parsed.key_or_group == MODELS]
     if not found or found[-1].is_sweep_override():
         return [Entry("", list(overrides))]
+    jobs = (plain(parse(text)) for text in overrides if text.startswith("job="))
+    if job := next((each for each in jobs if each != "serve"), None):
+        raise ConfigError(f"job={job} is of one model, and {MODELS} lists those of a server: leave one of them out")
     texts = plain(found[-1])
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         raise ConfigError(f"{MODELS}={texts} is not a list of texts; write {MODELS}=[a.yaml, b.yaml]")

@@ -62,6 +62,12 @@ def test_what_is_wrong_with_an_entry_is_one_line_that_names_it(entries: str, fau
     assert fault in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_another_job_has_no_several_models():
+    with pytest.raises(ConfigError, match="job=explain is of one model"):
+        load(["job=explain", "serve.models=[demo]"])
+    assert load(["job=serve", "serve.models=[demo]"]).job.kind == "serve"
+
+
 @pytest.mark.parametrize(
     ("override", "fault"),
     [

@@ -152,13 +152,14 @@ def test_an_engine_that_dies_ends_its_own_requests_only(server: Server):
 
 
 def test_ctrl_c_drains_all(talker: Path, tmp_path: Path):
-    with serving.started(talker, tmp_path, entries(talker), IDLE, stub={}) as server:
+    with serving.started(talker, tmp_path, entries(talker), IDLE, "serve.http.log=json", stub={}) as server:
         streams = [wire.Stream(server.url, {"prompt": [0], "max_tokens": 60, "model": name}) for name in "ab"]
         for each in streams:
             each.read_events(1)
         server.process.send_signal(signal.SIGINT)
         assert [each.read_events()[-1] for each in streams] == ["[DONE]"] * 2
         assert server.process.wait(wire.SECONDS) == 130
+        assert not serving.log_entries(server, level="error")
 
 
 def test_an_idle_model_is_unloaded_also_if_it_is_the_only_one(talker: Path, tmp_path: Path):

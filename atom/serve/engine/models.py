@@ -210,7 +210,7 @@ class Models:
             if model in self._first and not self.ready.is_set():
                 self.fault = self._name_fault(model)
                 self.dead.set()
-            else:
+            elif not self.dead.is_set():  # else the server ends
                 LOG.error("%s cannot be loaded", model.name, extra={"fields": {"reason": str(model.error)}})
             return
         if is_awake(model):
@@ -293,6 +293,8 @@ class Models:
         await model.engines.dead.wait()
         self._watched.discard(model)
         if model.state in (ModelState.UNLOADED, ModelState.LOADING):  # it was put to sleep, or could not wake up
+            return
+        if self.dead.is_set():  # the server ends
             return
         if self._has_several:
             model.note_death()

@@ -46,6 +46,10 @@ def routes(context: Context) -> APIRouter:
 class Comparison(PooledResponder[ComparisonT]):
     """Scores one text with each of others, or each of as many with its own."""
 
+    def __init__(self, context: Context, body: ComparisonT) -> None:
+        super().__init__(context, body)
+        self.renders = context.pair_template is not None  # for each pair
+
     @property
     def classifies(self) -> bool:
         return self.context.config.classifies

@@ -110,6 +110,7 @@ def test_what_needs_only_a_tokenizer_wakes_nobody(server: Server):
 def test_a_body_that_is_refused_wakes_nobody(server: Server):
     wire.ask(server.url, "POST", "/models/unload", {"model": "b"}, OPS)
     assert complete(server, OPS, model="b", temperature="hot").status == 400
+    assert wire.ask(server.url, "POST", "/rerank", {"model": "b", "query": "a", "documents": ["b"]}, OPS).status == 400
     assert status_of(server, OPS)["b"] == "unloaded"
 
 

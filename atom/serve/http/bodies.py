@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from atom.config import AdvancedConfig
 from atom.config.spelling import did_you_mean
+from atom.embeddings import pooling_of
 from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.engine.client import QueueFullError
@@ -41,6 +42,7 @@ from atom.serve.http.errors import shown
 from atom.serve.http.sse import until_gone
 from atom.serve.http.waking import WakingStream
 from atom.serve.llama_cpp import FIELDS
+from atom.serve.openai.schema import PooledRequest
 from atom.serve.refused_fields import REFUSED
 from atom.serve.vllm import INSTEAD
 
@@ -85,6 +87,8 @@ class BodyRoute(APIRoute):
             arguments = {"body": body, "request": request}
             if "context" in hints:
                 found = arguments["context"] = self.find(request, vars(body)["model"])
+                if issubclass(model, PooledRequest):
+                    pooling_of(found.config)
             given = {name: arguments[name] for name in hints if name in arguments}
             if needs_engine and (waking := self.wake(request, found)) is not None:
                 silence = context.config.advanced.comment_seconds if vars(body).get("stream") else None

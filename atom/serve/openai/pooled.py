@@ -16,7 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from atom.errors import RequestError
+from atom.embeddings import pooling_of
 from atom.sampling_params import SamplingParams
 from atom.serve.context import CUT_TOKENS, Context
 from atom.serve.http.errors import FieldError
@@ -47,12 +47,9 @@ class PooledResponder(Responder, Generic[BodyT]):
         """The inputs that are pooled. RequestError if the body cannot be served."""
 
     def make_request(self) -> EngineRequest:
-        if self.pooler.pooling_type is None:
-            raise RequestError(
-                "this server makes no embeddings; start it with serve.pooler_config.pooling_type=LAST, or MEAN"
-            )
+        pooling = pooling_of(self.context.config)
         prompts, params = self.prompts(), SamplingParams(max_tokens=1, temperature=0)
-        options = request_options(self.body, self.pooler.pooling_type, classify=self.classifies)
+        options = request_options(self.body, pooling, classify=self.classifies)
         return EngineRequest(prompts, [params] * len(prompts), self.body.user, options)
 
     @property

@@ -121,4 +121,4 @@ def test_without_a_pooling_they_say_how_to_have_one(stub: Server):
     for path, body in (("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]})):
         answer = httpx.post(f"{stub.url}{path}", json=body)
         assert answer.status_code == 400
-        assert "start it with serve.pooler_config.pooling_type=LAST" in answer.json()["error"]["message"]
+        assert "set serve.pooler_config.pooling_type=LAST" in answer.json()["error"]["message"]

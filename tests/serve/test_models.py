@@ -50,6 +50,7 @@ def server(talker: Path, tmp_path_factory: Any) -> Iterator[Server]:
 def test_a_request_wakes_the_model_that_it_names(server: Server):
     assert status_of(server, OPS) == {"a": "unloaded", "b": "unloaded"}
     assert wire.ask(server.url, "GET", "/health").json["models"] == {"unloaded": 2}
+    assert wire.ask(server.url, "POST", "/reset_prefix_cache", headers=OPS).status == 200, "there is none"
     answers: list[wire.Answer] = []
     asking = [threading.Thread(target=lambda: answers.append(complete(server, OPS, model="b"))) for _ in range(3)]
     for each in asking:
@@ -257,4 +258,8 @@ def test_a_generator_another_and_an_embedding_model_take_turns(
             tiny.assert_greedy(answer.json["choices"][0], prompt, reference)
             found = wire.ask(server.url, "POST", "/v1/embeddings", {"model": "vectors", "input": prompt}).json["data"]
             torch.testing.assert_close(torch.tensor(found[0]["embedding"]), expected, rtol=1e-4, atol=1e-5)
+        assert sorted(status_of(server).values()) == ["loaded", "loaded", "sleeping"]
+        (asleep,) = (name for name, value in status_of(server).items() if value == "sleeping")
+        assert wire.ask(server.url, "POST", f"/wake_up?model={asleep}").json == {"is_sleeping": False}
+        assert status_of(server)[asleep] == "loaded", "it falls asleep again when it is idle"
         assert sorted(status_of(server).values()) == ["loaded", "loaded", "sleeping"]

@@ -261,7 +261,7 @@ class Models:
                     self._first.remove(model)
                     return model.leave_unloaded()
                 async with self._changing:
-                    if not await self._evict(model):
+                    if not await self._evict(model) and not await self._end_sleeping(model):
                         raise
                 LOG.warning("%s lacked memory", model.name, extra=fields)
 
@@ -274,6 +274,15 @@ class Models:
         LOG.info("%s makes room for %s", victim.name, model.name)
         await victim.sleep(victim.engines.config.serve.idle_sleep_level)
         return True
+
+    async def _end_sleeping(self, model: ServedModel) -> bool:
+        """End the processes of another model that sleeps, which hold some memory still; whether there was one."""
+        others = [each for each in self if each is not model and each.state is ModelState.SLEEPING]
+        if others:
+            victim = min(others, key=lambda each: each.used_at)
+            LOG.info("%s makes room for %s", victim.name, model.name)
+            await victim.sleep()
+        return bool(others)
 
     async def _sleep_if_idle(self, model: ServedModel) -> None:
         try:

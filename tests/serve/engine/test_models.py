@@ -311,6 +311,18 @@ def test_a_model_makes_room_if_memory_lacks_for_another(play: Play):
     assert play(test, **IDLE, lacking=["b"])[:2] == ["start a", "start b"]
 
 
+def test_what_sleeps_with_processes_loses_them_if_memory_lacks_still(play: Play):
+    async def test(models: Models, clock: Clock) -> None:
+        await use(models[0])
+        clock.now += 61
+        models.check()
+        await until(lambda: models[0].state is ModelState.SLEEPING)
+        await use(models[1])
+        assert states(models) == "a:unloaded b:loaded"
+
+    assert play(test, **LIGHT, lacking=["b"]) == ["start a", "Sleep a", "start b", "End a", "start b"]
+
+
 def test_at_the_start_one_that_lacks_memory_is_left_for_later(play: Play):
     async def test(models: Models, _: Clock) -> None:
         await models.ready.wait()

@@ -445,7 +445,7 @@ def test_a_key_leaves_room_for_others_among_those_that_wait(play: Play):
         waiting = [asyncio.create_task(models[0].acquire("one")) for _ in range(2)]
         await until(lambda: models[0].num_waiting == 2)
         with pytest.raises(QueueFullError):
-            await models[0].acquire("one")
+            await asyncio.wait_for(models[0].acquire("one"), 1)
         waiting.append(asyncio.create_task(models[0].acquire("other")))
         await until(lambda: models[0].num_waiting == 3)
         Played.gate.set()

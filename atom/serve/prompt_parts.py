@@ -149,18 +149,19 @@ def name_of(parts: Sequence[Part], place: int) -> str | None:
 
 
 def describe_hit(
-    context: Context, hit: PrefixHit, tokens: Sequence[int], parts: Sequence[Part], engine: int
+    context: Context, hit: PrefixHit, tokens: Sequence[int], parts: Sequence[Part], engine: int, *, shows_earlier: bool
 ) -> dict[str, Any]:
     """An explanation of a hit as a response has it.
 
     tokens: of the prompt
+    shows_earlier: with the token of the earlier prompt, which was the same client's
     engine: its number
     """
     decode = context.tokenizer.decode if context.tokenizer is not None else None
     found: dict[str, Any] = {"cached_tokens": hit.num_tokens, "reason": hit.reason, "index": hit.index}
     if decode is not None and parts and hit.index < len(tokens):
         found["part"] = name_of(parts, len(decode(tokens[: hit.index], skip_special_tokens=False)))
-    for name, token in (("token", hit.token), ("earlier_token", hit.earlier)):
+    for name, token in (("token", hit.token), ("earlier_token", hit.earlier if shows_earlier else None)):
         if token is not None:
             found[name] = {"id": token} | ({"text": decode([token], skip_special_tokens=False)} if decode else {})
     if hit.seconds is not None:

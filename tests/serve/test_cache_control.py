@@ -217,6 +217,7 @@ def test_an_explanation_comes_with_each_api_and_only_if_asked_for(config: Config
     hit = PrefixHit(16, "different_token", 17, 40, 41)
     shown = {"cached_tokens": 16, "reason": "different_token", "index": 17, "engine": 0}
     shown |= {"token": {"id": 40, "text": "I"}, "earlier_token": {"id": 41, "text": "J"}}
+    own = {"tenants": read_keys("a"), "headers": {"Authorization": "Bearer a"}}
 
     def explain(submit: Submit) -> list[Message]:
         return answer(submit, hit if submit.params.explain else None, 16)
@@ -228,10 +229,13 @@ def test_an_explanation_comes_with_each_api_and_only_if_asked_for(config: Config
         ("/v1/messages", ask, {"part": "messages.0"}),
         ("/v1/responses", {"input": LONG}, {"part": "messages.0"}),
     ):
-        whole, _ = scripted.post(config, explain, body | {"explain": True}, path)
+        whole, _ = scripted.post(config, explain, body | {"explain": True}, path, **own)
         assert whole.json()["prefix_hit"] == shown | part, path
+        of_anyone, _ = scripted.post(config, explain, body | {"explain": True}, path)
+        assert {**of_anyone.json()["prefix_hit"], "earlier_token": shown["earlier_token"]} == shown | part
+        assert "earlier_token" not in of_anyone.text
         assert "prefix_hit" not in scripted.post(config, explain, body, path)[0].text
-        streamed, _ = scripted.post(config, explain, body | {"explain": True, "stream": True}, path)
+        streamed, _ = scripted.post(config, explain, body | {"explain": True, "stream": True}, path, **own)
         events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
         found = [
             each.get("prefix_hit") or (each.get("message") or each.get("response") or {}).get("prefix_hit")

@@ -172,8 +172,9 @@ class ActiveResponse:
     def prefix_hits(self) -> dict[str, Any]:
         """The field of a response that explains the hits of its prompts; empty if the request does not ask for it."""
         request, firsts = self.request, self.choices[:: self._num_answers]
+        has_own = bool(self._tenant.name or request.options.salt)  # prompts, apart from those of others
         found = [
-            describe_hit(self._context, hit, prompt, request.parts, self._stream.engine)
+            describe_hit(self._context, hit, prompt, request.parts, self._stream.engine, shows_earlier=has_own)
             for prompt, choice in zip(request.prompts, firsts, strict=True)
             if choice.admitted is not None and (hit := choice.admitted.hit) is not None
         ]

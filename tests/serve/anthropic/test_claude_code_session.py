@@ -119,7 +119,9 @@ def test_the_message_that_was_changed_is_named(client: anthropic.Anthropic):
     ask(client, conversation(*texts), streams=False)
     hit = ask(client, conversation(texts[0], texts[1], "Then sing to ten, and stop at seven."), streams=True).prefix_hit
     assert (hit["reason"], hit["part"]) == ("different_token", "messages.2.content.0")
-    assert (hit["token"]["text"], hit["earlier_token"]["text"], hit["engine"]) == ("s", "c", 0)
+    assert (hit["token"]["text"], hit["engine"]) == ("s", 0) and "earlier_token" not in hit, (
+        "it may be of another client"
+    )
     assert hit["cached_tokens"] <= hit["index"] < hit["cached_tokens"] + BLOCK
     changed = [*SYSTEM[:2], SYSTEM[2] | {"text": "Be brief. Run no test."}]
     ask_plainly: dict[str, Any] = {"model": "talker", "max_tokens": 1, "messages": conversation(*texts)}

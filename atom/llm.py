@@ -77,6 +77,8 @@ class LLMEngine:
         if (num_replicas := config.parallel.replicas) > 1:
             instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
             raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
+        if config.serve.models:
+            raise UnsupportedError("serve.models lists those of a server: LLMEngine is one engine, of one model")
         if config.rank > 0:
             sys.exit(serve_rank(config))
         self.config = config

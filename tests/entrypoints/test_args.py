@@ -320,6 +320,8 @@ def test_the_guides_keyword_arguments_of_the_engine_are_taken(checkpoints: Any):
     engine.close()
     with pytest.raises(UnsupportedError, match=r"^parallel.replicas=2: LLMEngine is one engine; leave it out, or ser"):
         LLMEngine(model=str(checkpoints("qwen3")), data_parallel_size=2)
+    with pytest.raises(UnsupportedError, match=r"^serve.models lists those of a server: LLMEngine is one engine"):
+        LLMEngine(models=["smollm2_greedy"])
 
 
 def test_a_parser_names_the_command_to_ask():

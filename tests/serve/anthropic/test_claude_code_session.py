@@ -81,15 +81,15 @@ def test_the_figures_of_a_session_add_up_turn_by_turn(client: anthropic.Anthropi
     ]
     first = ask(client, messages, streams=True)
     usage = first.usage
-    assert usage.cache_read_input_tokens == 0
-    assert first.prefix_hit["reason"] in ("not_computed", "different_token"), "others may have asked this server"
+    others = usage.cache_read_input_tokens  # other tests may have asked this server, by the same template
+    assert others < 10 * BLOCK and first.prefix_hit["reason"] in ("not_computed", "different_token")
     system = client.messages.count_tokens(
         model="talker", system=SYSTEM, tools=TOOLS, messages=[user({"type": "text", "text": "a"})]
     ).input_tokens
     ttls = usage.cache_creation
-    assert abs(ttls.ephemeral_1h_input_tokens - system) < 2 * BLOCK, "system prompt and tools"
+    assert abs(others + ttls.ephemeral_1h_input_tokens - system) < 2 * BLOCK, "system prompt and tools"
     assert 0 < ttls.ephemeral_5m_input_tokens < usage.input_tokens + 10 * BLOCK
-    written = usage.cache_creation_input_tokens
+    written = others + usage.cache_creation_input_tokens
     for number, (text, tool, argument, result) in enumerate(STEPS):
         said = [{"type": "text", "text": text}] if text else []
         call = {"type": "tool_use", "id": f"toolu_{number}", "name": tool, "input": argument}

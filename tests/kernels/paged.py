@@ -135,8 +135,8 @@ def move(case: Any, device: str) -> Any:
 
 def widen(case: Any) -> Any:
     """The same with a cache of its own, numbers in place of NaN there, and all of float32: the truth for others."""
-    case = change(case, case.cache.blocks.nan_to_num())
-    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, case)
+    case = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, case)
+    return change(case, case.cache.blocks.nan_to_num())
 
 
 def reference(case: Case | LatentCase, *, wide: bool = False, **attributes: Any) -> Tensor:

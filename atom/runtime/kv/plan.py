@@ -14,7 +14,8 @@ from atom.errors import CapacityError, ConfigError
 from atom.runtime.types import StateKind
 
 SLOT_SHARE = 0.55  # of slots and pools, for slots of recurrent state
-STATE_SHARE = 0.1  # of the pools, for copies of recurrent state
+STATE_SHARES = 0.1, 0.5  # of the pools, for copies of recurrent state: at least and at most
+COPY_TOKENS = 8192  # of KV, for which there is a copy of recurrent state: a turn of a conversation
 MIN_COPIES = 2  # with block 0
 
 
@@ -42,7 +43,8 @@ def plan_memory(
 
     memory_bytes: the size of slots and pools together; None: see num_blocks
     num_blocks: of each pool but that of recurrent state, or of that one if there is no other, without block 0
-    state_memory: bytes; None: STATE_SHARE of the pools
+    state_memory: bytes; None: the share of the pools that `state_share` gives, as long as a sequence of `max_model_len`
+      has room in the rest
     describe_room: for the error, describes the bytes that are available and those that are needed
 
     Raises as `plan_blocks` does.
@@ -55,13 +57,18 @@ def plan_memory(
     if num_blocks is not None:
         planned = plan(num_blocks=num_blocks)
         total = sum(planned[kind.name] * kind.block_bytes for kind in kinds if kind.name in planned)
-        own = int(total * STATE_SHARE / (1 - STATE_SHARE)) if planned else (1 + num_blocks) * size
+        share = state_share(kinds)
+        own = int(total * share / (1 - share)) if planned else (1 + num_blocks) * size
         copies = own if state_memory is None else state_memory
     else:
         assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
         slots = (limits.max_num_seqs + 1) * sum(kind.bytes_per_slot(limits) for kind in recurrent)
-        share = STATE_SHARE if len(recurrent) < len(kinds) else 1.0
-        copies = max(int((memory_bytes - slots) * share) if state_memory is None else state_memory, MIN_COPIES * size)
+        copies = state_memory
+        if copies is None:
+            left, others = memory_bytes - slots, [kind for kind in kinds if not kind.rule.in_slot]
+            room = left - size_of(others, one_sequence(others, block_size, limits))
+            copies = max(min(int(left * state_share(kinds)), room), int(left * STATE_SHARES[0]))
+        copies = max(copies // size, MIN_COPIES) * size
         taken = slots + copies
         if taken > memory_bytes:
             raise CapacityError(
@@ -75,6 +82,31 @@ def plan_memory(
     copies = max(copies // size, MIN_COPIES)
     useful = max(planned.values(), default=copies)  # a block of tokens has one
     return {kind.name: planned.get(kind.name, max(min(copies, useful), MIN_COPIES)) for kind in kinds}
+
+
+def state_share(kinds: Sequence[StateKind]) -> float:
+    """The share of the pools that copies of recurrent state take: with it, there is one for each COPY_TOKENS of KV.
+
+    So what is kept of conversations can be continued: without a copy, all their KV is computed again.
+    """
+    least, most = STATE_SHARES
+    state = sum(kind.block_bytes for kind in kinds if kind.rule.in_slot)
+    kept = sum(kind.bytes_per_token for kind in kinds if kind.rule.keeps_all) * COPY_TOKENS
+    if all(kind.rule.in_slot for kind in kinds):
+        return 1.0
+    return min(max(state / (state + kept), least), most)
+
+
+def one_sequence(kinds: Sequence[StateKind], block_size: int, limits: EngineLimits, length: int = 0) -> dict[str, int]:
+    """The blocks of each pool that hold one sequence, including block 0. length: tokens; 0: max_model_len"""
+    length = length or limits.max_model_len
+    step = min(length, limits.max_num_batched_tokens)
+    return {kind.name: 1 + kind.blocks(length, step) for kind in kinds}
+
+
+def size_of(kinds: Sequence[StateKind], blocks: Mapping[str, int]) -> int:
+    """The bytes of so many blocks of each kind."""
+    return sum(blocks[kind.name] * kind.block_bytes for kind in kinds)
 
 
 def plan_blocks(
@@ -108,14 +140,7 @@ def plan_blocks(
     def equal(count: int) -> dict[str, int]:
         return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
 
-    def one_sequence(length: int) -> dict[str, int]:
-        step = min(length, max_step)
-        return {kind.name: 1 + kind.blocks(length, step) for kind in kinds}
-
-    def size(blocks: Mapping[str, int]) -> int:
-        return sum(blocks[kind.name] * kind.block_bytes for kind in kinds)
-
-    minimum = one_sequence(max_model_len)
+    minimum = one_sequence(kinds, block_size, limits)
     if num_blocks is not None:
         plan_of_blocks, needed = equal(num_blocks), max(minimum.values(), default=1) - 1
         if any(plan_of_blocks[name] < blocks for name, blocks in minimum.items()):
@@ -126,11 +151,16 @@ def plan_blocks(
             )
         return plan_of_blocks
     assert memory_bytes is not None, "plan_blocks needs memory_bytes or num_blocks"
-    if size(minimum) > memory_bytes:
-        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(one_sequence(length)))
+    size = partial(size_of, kinds)
+    if (needed_bytes := size(minimum)) > memory_bytes:
+        length = bisect_right(
+            range(1, max_model_len),
+            memory_bytes,
+            key=lambda length: size(one_sequence(kinds, block_size, limits, length)),
+        )
         raise CapacityError(
-            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(minimum)} bytes, "
-            + describe_room(memory_bytes, size(minimum))
+            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {needed_bytes} bytes, "
+            + describe_room(memory_bytes, needed_bytes)
             + (f" or lower serve.max_model_len to {length}" if length else "")
         )
 

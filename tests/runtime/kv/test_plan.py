@@ -53,7 +53,7 @@ STATE = recurrent_kind(500)
 
 def test_recurrent_state_takes_its_slots_and_a_tenth_of_the_rest_for_copies() -> None:
     slots = 9 * 500  # of 8 sequences and of padding
-    assert plan([FULL, STATE], memory_bytes=slots + 15_500) == {"full": (15_500 - 1550) // 40, "state": 3}
+    assert plan([FULL, STATE], memory_bytes=slots + 15_500) == {"full": (15_500 - 3 * 500) // 40, "state": 3}
     assert plan([FULL, STATE], memory_bytes=slots + 5500) == {"full": (5500 - 1000) // 40, "state": 2}
     assert plan([FULL, STATE], memory_bytes=slots + 15_500, state_memory=3000) == {"full": 12_500 // 40, "state": 6}
     assert plan([FULL, STATE], num_blocks=1124) == {"full": 1125, "state": 10}  # a tenth of 50,000 bytes
@@ -80,16 +80,26 @@ def test_as_many_sequences_run_as_have_room_for_their_state() -> None:
     sizes = 30 * (2 << 20) + 30 * (48 << 10), 48 * (3 << 20) + 48 * (60 << 10)
     lefts = 127 * 10**9 - 70 * 10**9, 127 * 10**9 - 54 * 10**9  # of 141 GB at 0.9, after weights in bf16
     bytes_per_token = 20 << 10, 64 << 10
-    for size, left, per_token, num_tokens in zip(sizes, lefts, bytes_per_token, (1_200_000, 400_000), strict=True):
+    for size, left, per_token, num_tokens in zip(sizes, lefts, bytes_per_token, (1_200_000, 390_000), strict=True):
         kinds = [StateKind("full", FULL.rule, 16 * per_token, 16), StateKind("state", STATE.rule, size, 16)]
         assert fit_slots(kinds, StepLimits(512, 16384, 32768), left) == 256
         blocks = plan_memory(kinds, 16, StepLimits(256, 16384, 32768), memory_bytes=left)
         assert blocks["full"] * 16 > num_tokens
-        assert blocks["state"] * size <= (left - 257 * size) * 0.1
+        assert blocks["full"] * 16 / blocks["state"] == pytest.approx(8192, rel=0.02), "tokens for which there is a copy"
     limits = StepLimits(512, 16384, 32768)
     assert fit_slots(kinds, replace(limits, max_num_seqs=100), left) == 100
     assert fit_slots([FULL], limits, 1) == 512
     assert [fit_slots([STATE], limits, size) for size in (0, 910, 911 * 2, 911 * 3, 10**9)] == [1, 1, 1, 2, 512]
+
+
+def test_large_states_have_copies_in_half_of_the_pool_unless_a_sequence_needs_more() -> None:
+    large = recurrent_kind(10_000_000)  # 8,192 tokens of KV take 81,920 bytes
+    limits, slots = StepLimits(1, 40, 100), 2 * 10_000_000
+    blocks = plan_memory([FULL, large], 4, limits, memory_bytes=slots + 10**8)
+    assert blocks == {"full": 5 * 10**7 // 40, "state": 5}
+    limits = replace(limits, max_model_len=7_000_000)
+    blocks = plan_memory([FULL, large], 4, limits, memory_bytes=slots + 10**8)
+    assert blocks == {"full": 8 * 10**7 // 40, "state": 2}, "70 MB are one sequence"
 
 
 def test_with_drafts_a_slot_has_a_state_of_each_position_that_may_be_next() -> None:

@@ -556,15 +556,23 @@ class KVCache:
 
         pools: None: all of them
         """
-        since = dict.fromkeys(self.pools if pools is None else pools, 0)  # where the unbroken run of its blocks begins
-        num_hit = 0
-        for index, prefix in enumerate(path):
-            for pool in since:
-                if not pool.has(prefix, on_host, not self.may_chain or pool.kind.rule.in_slot):
-                    since[pool] = index + 1
-            query = (index + 1) * self.block_size
-            if all(pool.kind.is_usable(first, query) for pool, first in since.items()):
-                num_hit = index + 1
+        pools, num_hit = self.pools if pools is None else pools, len(path)
+
+        def has(pool: BlockPool, index: int) -> bool:
+            return pool.has(path[index], on_host, not self.may_chain or pool.kind.rule.in_slot)
+
+        for pool in pools:
+            if pool.keeps_all:
+                num_hit = next((index for index in range(num_hit) if not has(pool, index)), num_hit)
+        others = [pool for pool in pools if not pool.keeps_all]
+
+        def find_missing(pool: BlockPool) -> int:
+            """The last block that a query after `num_hit` blocks sees and that is not there; -1: there is none."""
+            seen = range(num_hit - 1, pool.kind.first_visible(num_hit * self.block_size) - 1, -1)
+            return next((index for index in seen if not has(pool, index)), -1)
+
+        while num_hit and (missing := max(map(find_missing, others), default=-1)) >= 0:
+            num_hit = missing  # any longer beginning sees that block, too
         return num_hit
 
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:

@@ -7,7 +7,7 @@ print(show(graph))
 
 from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
-from atom.graph.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Program
+from atom.graph.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, VISION, Graph, Program
 from atom.graph.interpret import TORCH_DTYPES, interpret, interpret_ranks
 from atom.graph.mesh import Mesh
 from atom.graph.packed import LaidOut, PackedWeight
@@ -50,6 +50,7 @@ __all__ = [
     "KV",
     "POOL",
     "TORCH_DTYPES",
+    "VISION",
     "Apply",
     "Batch",
     "Cat",

@@ -34,10 +34,14 @@ from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
 POOL = "pool"  # of rows that are pooled, if a text makes embeddings
+VISION = "vision"  # of the patches of images, whose rows the body takes
 # of a text that drafts tokens: what a draft takes of the body's last results; its hidden states; tokens of these
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
 NOISE = ("keys", "temperatures", "depths")  # what DRAFT_HEAD takes besides rows of hidden states, of each
 ADAPTERS = "adapters"  # the input of a body that has the number of each token's adapter
+# further inputs of a body that reads images: of each token its row of ENCODED, or -1; those rows; and its position in
+# time, row and column, if its rope has sections
+ROWS, ENCODED, ROPE_POSITIONS = "rows", "encoded", "rope_positions"
 
 
 class Program:

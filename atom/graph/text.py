@@ -215,7 +215,7 @@ class _Parser:
                 match elements:
                     case [*elements, ast.Constant(value=str(fmt))]:
                         pass
-                shape = tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements)
+                shape = tuple(self.dim(e) for e in elements)
                 if all(isinstance(dim, str) or (type(dim) is int and dim >= 0) for dim in shape):
                     return Type(dtype, shape, fmt)
             case ast.Name(id=dtype) if dtype in BITS:
@@ -223,6 +223,14 @@ class _Parser:
         raise self.fail(
             node, f"{ast.unparse(node)} is no type; types look like bf16[T, 576], dtypes are {', '.join(BITS)}"
         )
+
+    def dim(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Name(id=letter):
+                return letter
+            case ast.BinOp(left=ast.Constant(value=int(count)), op=ast.Mult(), right=ast.Name(id=letter)):
+                return f"{count}*{letter}"
+        return self.value(node)
 
     def value(self, node: ast.AST) -> Any:
         match node:

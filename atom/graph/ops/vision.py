@@ -1,0 +1,141 @@
+"""Vision ops: patches and segments of a vision tower, and rows of images among a body's tokens.
+
+Shapes by letter, besides those of `atom.graph.ops`: P patches, M rows that they become, F pixels of a patch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atom.dtypes import DTYPES
+from atom.graph.ops.base import divide, divide_rows, op
+from atom.graph.types import Type, need
+
+PLACE = 4  # numbers of a patch's place: row, column, height, width
+
+
+def _normalize_pixels(patches: Type, *, mean: Sequence[float], std: Sequence[float], dtype: str) -> Type:
+    need(patches.dtype == "u8", f"pixels are u8, not {patches.dtype}")
+    need(len(mean) == len(std), f"{len(mean)} means and {len(std)} deviations")
+    divide(patches.shape[-1], len(mean))
+    return Type(dtype, patches.shape)
+
+
+@op(_normalize_pixels)
+def normalize_pixels(patches: Tensor, *, mean: Sequence[float], std: Sequence[float], dtype: str) -> Tensor:
+    """patches u8[P, F], channel by channel -> [P, F]: (x - mean) / std of each channel, in float32, rounded once
+
+    mean, std: by channel, in units of a pixel's 255 levels
+    """
+    by_channel = patches.float().view(len(patches), len(mean), -1)
+    shift, factor = (torch.tensor(each, device=patches.device).unsqueeze(-1) for each in (mean, std))
+    return ((by_channel - shift) / factor).flatten(1).to(dtype=getattr(torch, DTYPES[dtype].name))
+
+
+def _segment_attention(q: Type, k: Type, v: Type, starts: Type, *, scale: float) -> Type:
+    need(q == k and len(q.shape) == 3, f"q is {q}, k {k}")
+    need(v == q, f"q is {q}, v {v}")
+    need(starts.dtype == "i32" and len(starts.shape) == 1, f"starts are i32[S + 1], not {starts}")
+    return q
+
+
+@op(_segment_attention, heads={"q": 1, "k": 1, "v": 1})
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
+    """q, k, v [P, N, D], starts i32[S + 1] -> [P, N, D], each segment by itself, in float32
+
+    starts: where each segment begins, and P; a patch sees all patches of its segment. Empty segments may come last.
+    """
+    out = torch.zeros_like(q)
+    for first, last in itertools.pairwise(starts.tolist()):
+        if first < last:
+            scores = torch.einsum("qnd,knd->nqk", q[first:last].float(), k[first:last].float()) * scale
+            out[first:last] = torch.einsum("nqk,knd->qnd", scores.softmax(-1), v[first:last].float()).to(q.dtype)
+    return out
+
+
+def _fold_rows(x: Type, *, rows: int) -> Type:
+    return Type(x.dtype, (divide_rows(x.shape[0], rows), int(x.shape[1]) * rows))
+
+
+@op(_fold_rows)
+def fold_rows(x: Tensor, *, rows: int) -> Tensor:
+    """x [rows * M, H] -> [M, rows * H]: so many neighbours become one row"""
+    return x.reshape(-1, rows * x.shape[1])
+
+
+def _interpolate_table(table: Type, places: Type, *, side: int) -> Type:
+    need(table.shape[0] == side**2, f"a table of {side} by {side} rows, not {table}")
+    need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")
+    return Type(table.dtype, (places.shape[0], table.shape[1]))
+
+
+@op(_interpolate_table)
+def interpolate_table(table: Tensor, places: Tensor, *, side: int) -> Tensor:
+    """table [side * side, H], places i64[P, 4] -> [P, H], bilinear in float32, rounded once
+
+    The corners of the table are those of a segment, whatever its size (as with align_corners=True of torch's
+    interpolate).
+    """
+    taps, shares = [], []
+    for axis in (0, 1):
+        position, size = places[:, axis].float(), places[:, axis + 2].float()
+        at = position * (side - 1) / (size - 1).clamp(min=1)
+        low = at.floor().long()
+        taps.append((low, (low + 1).clamp(max=side - 1)))
+        shares.append((1 - (at - low), at - low))
+    total = torch.zeros(len(places), table.shape[1], device=table.device)
+    for row, column in itertools.product((0, 1), (0, 1)):
+        share = shares[0][row] * shares[1][column]
+        total += table[taps[0][row] * side + taps[1][column]].float() * share.unsqueeze(-1)
+    return total.to(table.dtype)
+
+
+def _rotary_sections(
+    positions: Type, freqs: Type, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
+) -> tuple[Type, Type]:
+    need(len(positions.shape) == 2 and len(sections) <= int(positions.shape[1]), f"{len(sections)} of {positions}")
+    need(sum(sections) == freqs.shape[0], f"sections of {sum(sections)} frequencies, of {freqs}")
+    made = Type("fp32", (positions.shape[0], *freqs.shape))
+    return made, made
+
+
+@op(_rotary_sections)
+def rotary_sections(
+    positions: Tensor, freqs: Tensor, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """positions i64[T, C], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale (Wang et al. 2024, M-RoPE)
+
+    sections: of each of the first positions, how many frequencies it turns, one section after the other.
+    interleaved: instead they take turns, and the first has those that are left (Qwen3-VL).
+    """
+    angles, start = positions[:, :1].float() * freqs, 0
+    for axis, size in enumerate(sections):
+        own = slice(axis, len(sections) * size, len(sections)) if interleaved else slice(start, start + size)
+        start += size
+        if axis:
+            angles[:, own] = positions[:, axis : axis + 1].float() * freqs[own]
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def _place_rows(x: Type, rows: Type, encoded: Type, *, part: int = 0, adds: bool = False) -> Type:
+    need(rows == Type("i32", x.shape[:1]), f"the rows are {rows} of x {x}")
+    parts = divide_rows(encoded.shape[1], int(x.shape[1]))
+    need(encoded.dtype == x.dtype and part < int(parts), f"part {part} of {encoded} for x {x}")
+    return x
+
+
+@op(_place_rows)
+def place_rows(x: Tensor, rows: Tensor, encoded: Tensor, *, part: int = 0, adds: bool = False) -> Tensor:
+    """x [T, H], rows i32[T], encoded [N, H * parts] -> [T, H]: columns of encoded rows in place of some tokens' own
+
+    rows: of each token; -1: it keeps its own.
+    part: which H columns.
+    adds: they are added, as those of deeper layers are (Meng et al. 2024, DeepStack).
+    """
+    is_placed, hidden = (rows >= 0).unsqueeze(-1), x.shape[1]
+    placed = encoded[:, part * hidden : (part + 1) * hidden][rows.clamp(min=0).long()]
+    return torch.where(is_placed, x + placed if adds else placed, x)

@@ -1,0 +1,1 @@
+"""Images of prompts, ahead of their encoder."""

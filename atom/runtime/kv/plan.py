@@ -63,12 +63,11 @@ def plan_memory(
     else:
         assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
         slots = (limits.max_num_seqs + 1) * sum(kind.bytes_per_slot(limits) for kind in recurrent)
-        copies = state_memory
-        if copies is None:
+        if state_memory is None:
             left, others = memory_bytes - slots, [kind for kind in kinds if not kind.rule.in_slot]
             room = left - size_of(others, one_sequence(others, block_size, limits))
-            copies = max(min(int(left * state_share(kinds)), room), int(left * STATE_SHARES[0]))
-        copies = max(copies // size, MIN_COPIES) * size
+            state_memory = max(min(int(left * state_share(kinds)), room), int(left * STATE_SHARES[0]))
+        copies = max(state_memory // size, MIN_COPIES) * size
         taken = slots + copies
         if taken > memory_bytes:
             raise CapacityError(

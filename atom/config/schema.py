@@ -739,7 +739,9 @@ class ServeConfig:
     max_num_batched_tokens: int = number(16384, 1, 1 << 24)  # tokens in a step
     enable_prefix_caching: bool = True  # share the KV of prompts that begin alike
     cache_retention_share: float = number(0.5, 0, 0.9)  # of KV blocks, that a key's requests may retain; 0: none
-    state_memory: int | None = number(None, 1, MAX_BYTES)  # bytes a rank for copies of recurrent state; null: a tenth to half of the pool
+    state_memory: int | None = number(
+        None, 1, MAX_BYTES
+    )  # bytes a rank for copies of recurrent state; null: a tenth to half of the pool
     state_interval: int = number(16, 1, INT32)  # tokens of an answer between copies of its recurrent state
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     enable_expert_parallel: bool = False  # the same as parallel.experts=N for all N ranks

@@ -4,7 +4,8 @@
     prompt = [5, *(placeholder(image.digest, row) for row in range(image.num_rows)), 6]
     placed = PlacedImage(image, start=1, stop=281)
 
-A tower, the vision transformer, turns patches of pixels into rows. Each row takes the place of a token, its placeholder.
+A tower, the vision transformer, turns patches of pixels into rows. Each row takes the place of a token, its
+placeholder.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""Resize an image and cut it into patches, as the processors of transformers do.
+
+    processor = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=151655)
+    image = prepare(pixels, processor)          # pixels u8[height, width, 3]
+
+Sizes and patches are those of `Qwen2VLImageProcessorPil`, which has Pillow resize. Its twin that has torchvision do so
+rounds otherwise: a pixel may differ by a level or two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh64_intdigest
+
+from atom.errors import ConfigError, RequestError
+from atom.images.types import DIGEST_MASK, Image
+
+MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
+RESAMPLING = ("bicubic", "bilinear", "lanczos")  # by Pillow's names
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, channels]
+
+
+class Processor(NamedTuple):
+    """The numbers of a model's processor."""
+
+    patch: int  # pixels of a patch's side
+    frames: int  # that a patch has; a still image has all alike
+    merge: int  # side of the square of patches that become one row
+    min_pixels: int  # of an image, which is enlarged to them
+    max_pixels: int  # to which a larger one is reduced
+    token: int  # id of the token that stands for an image in a chat template
+    resample: str = "bicubic"  # one of RESAMPLING
+
+    @property
+    def side(self) -> int:
+        """Pixels of the side of the square that becomes one row; sides of images are multiples of it."""
+        return self.patch * self.merge
+
+
+def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
+    """Make what the encoder takes of an image u8[height, width, 3]. RequestError if its sides differ too much.
+
+    max_pixels: in place of the processor's, if it is lower
+    """
+    limit = processor.max_pixels if max_pixels is None else min(max_pixels, processor.max_pixels)
+    height, width = fit_size(pixels.shape[0], pixels.shape[1], processor, max(limit, processor.side**2))
+    patches = cut(resize(pixels, height, width, processor.resample), processor)
+    grid = 1, height // processor.patch, width // processor.patch
+    content = patches.tobytes()
+    digest = xxh64_intdigest(content, seed=xxh64_intdigest(repr((grid, processor[:3])).encode()))
+    return Image(digest & DIGEST_MASK, content, (grid,), grid[1] * grid[2] // processor.merge**2)
+
+
+def fit_size(height: int, width: int, processor: Processor, max_pixels: int) -> tuple[int, int]:
+    """The height and width to which an image is resized: multiples of the side, within the limits of pixels.
+
+    RequestError if one side is more than MAX_RATIO times the other.
+    """
+    side = processor.side
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
+    # Python's round, to the even one of two neighbours, as in transformers
+    fitted = round(height / side) * side, round(width / side) * side
+    if fitted[0] * fitted[1] > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rows, columns = (max(side, math.floor(each / shrink / side) * side) for each in (height, width))
+    elif fitted[0] * fitted[1] < processor.min_pixels:
+        grow = math.sqrt(processor.min_pixels / (height * width))
+        rows, columns = (math.ceil(each * grow / side) * side for each in (height, width))
+    else:
+        rows, columns = fitted
+    return rows, columns
+
+
+def resize(pixels: Pixels, height: int, width: int, resample: str = "bicubic") -> Pixels:
+    """pixels u8[h, w, 3] -> u8[height, width, 3], by Pillow"""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    pillow = import_pillow()
+    kind = pillow.Resampling[resample.upper()]
+    return np.asarray(pillow.fromarray(pixels).resize((width, height), kind))
+
+
+def cut(pixels: Pixels, processor: Processor) -> Pixels:
+    """pixels u8[height, width, C] -> u8[P, C * frames * patch * patch], those that become one row next to each other"""
+    (height, width, channels), patch, merge = pixels.shape, processor.patch, processor.merge
+    tiles = pixels.reshape(height // processor.side, merge, patch, width // processor.side, merge, patch, channels)
+    ordered = tiles.transpose(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, C, patch, patch]
+    repeated = np.repeat(ordered[:, :, :, :, :, None], processor.frames, axis=5)
+    return repeated.reshape(height * width // patch**2, -1)
+
+
+def import_pillow() -> Any:
+    """Pillow's module Image. ConfigError without Pillow, which images need."""
+    try:
+        from PIL import Image as pillow
+    except ImportError:
+        raise ConfigError("images need Pillow: pip install 'atom-run[images]'") from None
+    return pillow

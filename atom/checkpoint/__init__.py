@@ -13,8 +13,9 @@ It imports no torch, and transformers only for a tokenizer that nothing else can
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from atom.checkpoint.address import choose_gguf, parse_address
@@ -53,6 +54,7 @@ def open_checkpoint(
     stacked: Mapping[str, Sequence[str]] = {},
     weights: bool = True,
     progress: Progress = SILENT,
+    towers: Collection[str] = (),
 ) -> Checkpoint:
     """Open a folder, a .gguf file or, if no such path exists, what a hub id or an address of the hub names.
 
@@ -60,6 +62,7 @@ def open_checkpoint(
     gguf: facts that a GGUF file leaves out.
     stacked: the parts of tensors that may be stored as one, see `unstack`.
     weights: False reads and downloads only the description of the model.
+    towers: modules that read images, whose tensors it has besides those of the text; GGUF files have none.
 
     Raises CheckpointError, UnsupportedError.
     """
@@ -72,7 +75,7 @@ def open_checkpoint(
         raise CheckpointError(f"{location} is on this disk and has no revision {revision}; only a hub id has")
     checkpoint: Checkpoint
     if is_folder:
-        checkpoint = FolderCheckpoint(path, weights=weights)
+        checkpoint = FolderCheckpoint(path, weights=weights, towers=towers)
     elif is_file:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{location} is no .gguf file; name the folder of a safetensors checkpoint instead")
@@ -80,12 +83,17 @@ def open_checkpoint(
 
         checkpoint = GGUFCheckpoint(path, gguf)
     else:
-        checkpoint = _open_from_hub(location, revision, gguf, weights, progress)
+        checkpoint = _open_from_hub(location, revision, gguf, weights, progress, towers)
     return unstack(checkpoint, stacked)
 
 
 def _open_from_hub(
-    location: str, revision: str | None, gguf: GGUFFacts, weights: bool, progress: Progress
+    location: str,
+    revision: str | None,
+    gguf: GGUFFacts,
+    weights: bool,
+    progress: Progress,
+    towers: Collection[str],
 ) -> Checkpoint:
     """Open what a hub id or an address names; a GGUF file is downloaded whole even for its description, the header."""
     address = parse_address(location)
@@ -105,7 +113,8 @@ def _open_from_hub(
     if not address.may_be_gguf:
         folder = download(name, revision=revision, weights=weights, progress=progress)
         commit = folder.name  # of which the description is, whatever the revision's name means by now
-        return FolderCheckpoint(folder, location=name, weights=weights, fetch_names=lambda: tensor_names(name, commit))
+        names = functools.partial(tensor_names, name, commit)
+        return FolderCheckpoint(folder, location=name, weights=weights, fetch_names=names, towers=towers)
     from atom.checkpoint.gguf import GGUFCheckpoint
 
     files = choose_gguf(address, list_files(name, revision=revision))

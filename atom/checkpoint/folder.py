@@ -60,10 +60,13 @@ class FolderCheckpoint(Checkpoint):
         location: str | None = None,
         weights: bool = True,
         fetch_names: Callable[[], Collection[str]] = tuple,
+        towers: Collection[str] = (),
     ) -> None:
-        """fetch_names: asked for the names of tensors if the folder has neither weights nor an index"""
+        """fetch_names: asked for the names of tensors if the folder has neither weights nor an index
+        towers: modules that read images, whose tensors are kept
+        """
         self.location = location or str(folder)
-        self._folder, self._fetch_names = folder, fetch_names
+        self._folder, self._fetch_names, self._towers = folder, fetch_names, towers
         self.config = with_modelopt(with_one_rope(with_inner_configs(read_config(folder))), folder)
         self.config |= read_pooling(folder)
         if pairs := read_cross_encoder(folder, read_modules(folder), self.config):
@@ -72,7 +75,7 @@ class FolderCheckpoint(Checkpoint):
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
         if reads_more(self.config):
-            stored = {ours: entry for name, entry in stored.items() if (ours := text_name(name)) is not None}
+            stored = {ours: entry for name, entry in stored.items() if (ours := self._name_of(name)) is not None}
         if self._has_no_head(stored):
             stored = {f"model.{name}": entry for name, entry in stored.items()}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
@@ -84,7 +87,10 @@ class FolderCheckpoint(Checkpoint):
         names = self._stored_names()
         if self._has_no_head(names):
             return {f"model.{name}" for name in names}
-        return {ours for name in names if (ours := text_name(name))} if reads_more(self.config) else names
+        return {ours for name in names if (ours := self._name_of(name))} if reads_more(self.config) else names
+
+    def _name_of(self, name: str) -> str | None:
+        return tower_name(name, self._towers) or text_name(name)
 
     def _stored_names(self) -> Collection[str]:
         if self.tensors:
@@ -107,7 +113,7 @@ class FolderCheckpoint(Checkpoint):
         if self.tensors:
             return self
         try:
-            return FolderCheckpoint(self._folder, location=self.location)
+            return FolderCheckpoint(self._folder, location=self.location, towers=self._towers)
         except CheckpointError:  # of a hub id, a part may be here; what is wrong with a folder is said when it is read
             return None
 
@@ -172,6 +178,14 @@ def with_one_rope(config: dict[str, Any]) -> dict[str, Any]:
         return normalize_rope(config)
     except UnsupportedError:
         return config
+
+
+def tower_name(name: str, towers: Collection[str]) -> str | None:
+    """The name of a tensor of one of these modules, which begins with the module; None for others."""
+    found = NO_TEXT.match(name)
+    if found is None or found[2] not in towers:
+        return None
+    return name[found.start(2) :]
 
 
 def text_name(name: str) -> str | None:

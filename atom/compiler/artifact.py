@@ -44,7 +44,14 @@ def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
     method, cache_dtype = config.serve.method, config.serve.kv_cache_dtype
     return build(
-        config.model, config.dtype, cache_dtype, config.quant, method=method, draft=config.draft, pools=pools(config)
+        config.model,
+        config.dtype,
+        cache_dtype,
+        config.quant,
+        method=method,
+        draft=config.draft,
+        pools=pools(config),
+        images=config.reads_images,
     )
 
 
@@ -90,6 +97,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "sources of plug-ins": plugin_sources(config),
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "pools": str(pools(config)).lower(),
+        **({"images": "encoded"} if config.reads_images else {}),
         **loras(config),
         **({"in host memory": " ".join(names)} if (names := config.serve.cpu_offload_params) else {}),
         "parallel": json.dumps(asdict(mesh_of(config))),
@@ -180,6 +188,7 @@ def recipe_of(config: Config) -> list[str]:
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         **({"serve.method": config.serve.method} if has_draft(config) else {}),
         **({"serve.pooler_config.pooling_type": config.serve.pooler_config.pooling_type} if pools(config) else {}),
+        **({"serve.images": True} if config.reads_images else {}),
         **({"serve.draft_model": config.serve.draft_model} if config.draft else {}),
         **({"serve.cpu_offload_params": names} if (names := config.serve.cpu_offload_params) else {}),
         "serve.max_model_len": config.serve.max_model_len,
@@ -213,7 +222,7 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
     named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
     if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
         named.remove("kv_cache_dtype")
-    if "model" in named and {"dtype", "kv_cache_dtype", "quant", "draft", "pools"} & set(named):
+    if "model" in named and {"dtype", "kv_cache_dtype", "quant", "draft", "pools", "images"} & set(named):
         try:
             quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
             dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
@@ -221,7 +230,8 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
                 method = str(theirs.get("draft"))
                 draft = config.draft if method == config.serve.method else None
                 has_pool = theirs.get("pools") == "true"
-                graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft, pools=has_pool)
+                has = {"pools": has_pool, "images": "images" in theirs and config.model.vision is not None}
+                graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft, **has)
                 if digest(show(graph)) == theirs["model"]:  # the text names its dtypes and formats
                     named.remove("model")
         except (ValueError, TypeError, ConfigError):  # theirs is of a model that takes other formats

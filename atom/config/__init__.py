@@ -32,6 +32,7 @@ from atom.config.schema import (
     SectionConfig,
     ServeConfig,
     ShortConvConfig,
+    VisionConfig,
 )
 
 __all__ = [
@@ -60,4 +61,5 @@ __all__ = [
     "SectionConfig",
     "ServeConfig",
     "ShortConvConfig",
+    "VisionConfig",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atom.checkpoint.address import short_name
-from atom.config.schema import Config, MLPConfig, ParallelConfig
+from atom.config.schema import Config, MLPConfig, ParallelConfig, VisionConfig
 from atom.dtypes import BY_NAME
 from atom.errors import ConfigError
 
@@ -41,6 +41,7 @@ def respell(config: Config) -> Config:
             config.model,
             mlp=mlp,
             blocks=blocks,
+            vision=respell_vision(config.model.vision),
             per_layer_input=own,
             state_dtype=DTYPES.get(state_dtype, state_dtype),
         ),
@@ -56,6 +57,13 @@ def respell(config: Config) -> Config:
 
 def respell_mlp(mlp: MLPConfig) -> MLPConfig:
     return replace(mlp, activation=ACTIVATIONS.get(mlp.activation, mlp.activation))
+
+
+def respell_vision(vision: VisionConfig | None) -> VisionConfig | None:
+    if vision is None:
+        return None
+    act = ACTIVATIONS.get(vision.merge_activation, vision.merge_activation)
+    return replace(vision, mlp=[respell_mlp(each) for each in vision.mlp], merge_activation=act)
 
 
 def divide_attention(parallel: ParallelConfig) -> ParallelConfig:

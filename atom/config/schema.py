@@ -90,6 +90,8 @@ class RopeConfig:
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1, INT32)  # rotated dims of a head; null: that share
     interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
+    sections: list[int] | None = None  # frequencies that turn by a token's time, row, column in an image; null: by one
+    sections_interleaved: bool = False  # they take turns, one by one
     factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not set
     original_max_position: int | None = number(None, 1, INT32)  # tokens: llama3, yarn; null: the model's max_position
     low_freq_factor: float = number(1.0, 0, above=True)  # llama3
@@ -427,6 +429,40 @@ class Eagle3Config:
     use_aux_hidden_state: bool = one_of(True)  # it reads hidden states of several layers
 
 
+@dataclass
+class VisionConfig:
+    """A vision transformer: the patches of images become rows, each of which a token of the body takes."""
+
+    channels: int = number(3, 1, 4)  # of a pixel
+    patch: int = number(16, 1, 1 << 10)  # pixels of a patch's side
+    frames: int = number(1, 1, 16)  # that a patch has one after the other; a still image has all alike
+    mean: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, subtracted from pixels of 0 to 1
+    std: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, that they are then divided by
+    patch_bias: bool = True  # on the linear that embeds a patch
+    table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
+    hidden: int = number(0, 1, INT32)  # size of a patch's hidden state
+    layers: int = number(0, 1, MAX_LAYERS)
+    layer_types: list[str] | None = None  # full_attention: of all patches, sliding_attention: of a window; null: all
+    norm: NormConfig = field(default_factory=NormConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)  # its rope turns halves by row and by column
+    mlp: list[MLPConfig] = field(default_factory=list)
+    merge: int = number(1, 1, 64)  # side of the square of patches whose hidden states become one row
+    merge_activation: str = one_of("gelu", "gelu_tanh", "silu")  # between the two linears that make the row
+    out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden
+    deepstack: list[int] = field(default_factory=list)  # layers whose outputs become parts of a row, too
+    weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
+
+    @property
+    def patch_size(self) -> int:
+        """The numbers of a patch's pixels."""
+        return self.channels * self.frames * self.patch**2
+
+    @property
+    def row_parts(self) -> int:
+        """How many times the body's hidden size a row has."""
+        return 1 + len(self.deepstack)
+
+
 class Group(NamedTuple):
     """Blocks of a layer that read the same and are added up, as in a+b.
 
@@ -507,6 +543,7 @@ class ModelConfig:
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
     mtp_like: int | None = number(None, 0, INT32)  # layer whose kinds of attention and mlp they have; null: counted on
     eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
+    vision: VisionConfig | None = None  # null: the model reads no images, or their encoder is not supported
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
@@ -750,6 +787,7 @@ class ServeConfig:
     cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
     max_itl_ms: float | None = number(None, 0, above=True)  # between two tokens while prompts arrive; null: no limit
+    images: bool | None = None  # encode the images of prompts; null: no
     method: str | None = one_of(None, *METHODS)  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
@@ -925,6 +963,11 @@ class Config:
         """How the checkpoint scores pairs, as of `checkpoint.cross_encoder`; {} if its files do not say."""
         found = self.hf.get("cross_encoder")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the text has a program that encodes images, and a body that takes their rows."""
+        return self.model.vision is not None and bool(self.serve.images)
 
     @property
     def served_names(self) -> list[str]:

@@ -30,6 +30,8 @@ class Rotary(NamedTuple):
 def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Grouped-query attention (Ainslie et al. 2023)."""
     model, heads, dim = writer.model, attention.heads, required(attention.head_dim)
+    if writer.segments is not None:
+        return segmented(writer, h, attention, rotary, layer)
     value_dim, window, kv_layer = attention.value_dim or dim, window_of(model, attention, layer), model.kv_layer(layer)
     cache = KV(writer.name("layer", kv_layer), Type(writer.cache_dtype, (2, required(attention.kv_heads), dim)), window)
     if attention.cca_taps is None:
@@ -61,6 +63,21 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     if attention.o_norm == "whole":
         a = writer.norm(a, "o_norm", layer, name="a")
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
+
+
+def segmented(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
+    """Attention of patches to all of their image, or window."""
+    made, _ = project(writer, h, attention, layer, reads_kv=False)
+    made = rotate_heads(writer, made, attention, rotary, layer)
+    starts, window_starts = required(writer.segments)
+    if writer.model.layer_type(layer) == "sliding_attention":
+        starts = required(window_starts)
+    a = writer.call(
+        ops.segment_attention, *map(made.__getitem__, "qkv"), starts, scale=required(attention.scale), name="a"
+    )  # fmt: skip
+    return writer.linear(
+        writer.call(ops.merge_heads, a, name="a"), "o", writer.model.hidden, attention.o_bias, layer
+    )  # fmt: skip
 
 
 def project(
@@ -209,19 +226,33 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
 ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
 
 
-def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rotary | None]:
-    """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it."""
+def rotaries(
+    writer: Writer, positions: Node, layers: Iterable[int], rope_positions: Node | None = None
+) -> list[Rotary | None]:
+    """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it.
+
+    rope_positions: i64[T, 3] of ropes with sections; None: tokens are of no image, positions i64[T] are all three
+    """
     made: dict[int, Rotary] = {}
     found: list[Rotary | None] = []
     for layer in layers:
         rope = rope_of(writer.model, layer)
         if rope is not None and id(rope) not in made:
-            made[id(rope)] = make_rotary(writer, positions, rope, required(attention_of(writer.model, layer)))
+            attention = required(attention_of(writer.model, layer))
+            made[id(rope)] = make_rotary(writer, positions, rope, attention, rope_positions)
         found.append(None if rope is None else made[id(rope)])
     return found
 
 
-def make_rotary(writer: Writer, positions: Node, rope: RopeConfig, attention: AttentionConfig) -> Rotary:
+def make_rotary(
+    writer: Writer,
+    positions: Node,
+    rope: RopeConfig,
+    attention: AttentionConfig,
+    rope_positions: Node | None = None,
+) -> Rotary:
+    """rope_positions: see `rotaries`"""
+
     def pair(freqs: Recipe, name: str, **scales: Any) -> tuple[Node, Node]:
         cos, sin = writer.call(ops.rotary, positions, freqs, **scales, name=(f"{name}cos", f"{name}sin"))
         return cos, sin
@@ -238,6 +269,10 @@ def make_rotary(writer: Writer, positions: Node, rope: RopeConfig, attention: At
     if rope.kind == "none":
         return Rotary(None, still(required(attention.head_dim), "q_"), rope.interleaved)
     freqs, scale = rope_freqs(rope), rotary_scale(rope)
+    if rope.sections is not None and rope_positions is not None:
+        attributes = {"sections": rope.sections, "interleaved": rope.sections_interleaved, "scale": scale}
+        pair_of_sections = writer.call(ops.rotary_sections, rope_positions, freqs, **attributes, name=("cos", "sin"))
+        return Rotary(pair_of_sections, pair_of_sections, rope.interleaved)
     keys = pair(freqs, "", scale=scale)
     if not rope.query_growth:
         return Rotary(keys, keys, rope.interleaved)

@@ -17,8 +17,9 @@ from atom.config.draft_methods import METHODS
 from atom.errors import ConfigError
 from atom.frontend.decoder import write_body, write_head, write_pool
 from atom.frontend.drafts import WRITERS
+from atom.frontend.vision import write_vision
 from atom.frontend.writer import Writer
-from atom.graph import BODY, HEAD, POOL, Graph, ops
+from atom.graph import BODY, HEAD, POOL, VISION, Graph, ops
 
 AS_STORED = QuantConfig()
 
@@ -32,11 +33,13 @@ def build(
     method: str | None = None,
     draft: ModelConfig | None = None,
     pools: bool = False,
+    images: bool = False,
 ) -> Graph:
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
 
     method: of drafting tokens, as serve.method; drafts.py has the programs of those that the text has programs for.
     draft: the model of serve.draft_model.
+    images: whether `vision` makes, of patches, the rows that some tokens of `body` take, see vision.py and placed.py.
     pools: whether `pool` makes, of rows of hidden states, the vectors [R, H] that embeddings are pooled of.
 
     ConfigError if the model has no layer that drafts.
@@ -50,10 +53,13 @@ def build(
         return writers[-1]
 
     eagle3 = None if draft is None else draft.eagle3
-    write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else ())
+    vision = model.vision if images else None
+    write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else (), vision=vision)
     write_head(writer(HEAD))
     if pools:
         write_pool(writer(POOL))
+    if vision is not None:
+        write_vision(graph.program(VISION), vision, dtype)
     if method in WRITERS and (draft is not None or not METHODS[method].model_file):
         WRITERS[method](writer, draft or model, graph.programs[BODY].results[1:])
     check_scales(model, {name for each in writers if each.model is model for name in each.scaled})

@@ -15,10 +15,11 @@ from itertools import islice
 
 from torch.fx import Node
 
-from atom.config import Group, ModelConfig, SectionConfig
+from atom.config import Group, ModelConfig, SectionConfig, VisionConfig
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
+from atom.frontend.placed import write_placed
 from atom.frontend.streams import STREAMS
 from atom.frontend.writer import Writer
 from atom.graph import Apply, Dequantize, Recipe, Type, W, ops
@@ -32,16 +33,23 @@ SHARES = {  # kind of a residual gate -> functions of its vector: shares of what
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 
-def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:
+def write_body(
+    writer: Writer, kept: Sequence[int] = (), vocab: int | None = None, vision: VisionConfig | None = None
+) -> None:
     """Write the body: tokens and positions i64[T] -> hidden states [T, H] after the final norm.
 
     kept: layers whose inputs are returned after the hidden states; num_layers stands for the last one's output.
     vocab: see `table`.
+    vision: what makes rows that some tokens take, see `placed.py`; None: all tokens are of a text.
     """
     tokens, positions = write_tokens(writer)
     model = writer.model
-    rotaries_by_layer = rotaries(writer, positions, range(model.layers))
-    embedded = add_positions(writer, embed(writer, tokens, vocab), positions)
+    placed = None if vision is None else write_placed(writer, vision)
+    rotaries_by_layer = rotaries(writer, positions, range(model.layers), placed and placed.rope_positions)
+    embedded = embed(writer, tokens, vocab)
+    if placed is not None:
+        embedded = placed.put(writer, embedded)
+    embedded = add_positions(writer, embedded, positions)
     inputs = per_layer_inputs(writer, tokens, embedded) or [None] * model.layers
     layers = enumerate(zip(rotaries_by_layer, inputs, strict=True))
     streams = STREAMS[model.streams.kind]
@@ -55,6 +63,8 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
             read, write = streams.connect(writer, x, number, own)
             y, later = write_layer(writer, read, rotary, number, embedded=embedded, earlier=later)
             x = write(y)
+            if placed is not None and number + 1 < placed.num_parts:
+                x = placed.put(writer, x, number + 1)
             states.append(x)
         return x
 

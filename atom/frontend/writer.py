@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -30,6 +30,13 @@ from atom.graph.recipes import renamed
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm, "l2": ops.rms_norm}
 
 
+class Segments(NamedTuple):
+    """Where segments of patches begin, i32[S + 1] with the number of patches last."""
+
+    starts: Node  # of images
+    window_starts: Node | None  # of windows within images, of layers of type sliding_attention
+
+
 @dataclass(frozen=True)
 class Writer:
     """Writes one program."""
@@ -43,6 +50,7 @@ class Writer:
     scaled: set[str] = field(default_factory=set)  # names in model.scales, channel_scales and norm that were read
     carried: dict[str, Node] = field(default_factory=dict)  # by role, what a layer hands to later ones
     stream: int | None = None  # of several, of which each has weights of its own
+    segments: Segments | None = None  # of a program without caches, whose tokens see all of their segment
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
         return self.program.call(op, *map(self._prefixed, args), name=name, **kwargs)

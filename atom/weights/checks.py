@@ -78,8 +78,9 @@ def _some(names: list[str]) -> str:
 def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
     """Whether a tensor has a type's shape, but for dims of 1: a scale may be stored as [], [1] or [1, 1].
 
-    Blocks of bytes may be stored one after the other, as rows; the matrices of experts as one of all their rows; and a
-    vector of several parts as a matrix with a row for each.
+    Blocks of bytes may be stored one after the other, as rows; the matrices of experts as one of all their rows; a
+    vector of several parts as a matrix with a row for each; and a matrix as the weight of a convolution, whose steps
+    are as wide as its kernel.
     """
     dims = [int(dim) for dim in type.shape]
     shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
@@ -87,6 +88,8 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
         shapes.append([math.prod(dims[:2]), dims[2]])
     if len(dims) == 1 and len(stored) == 2 and type.fmt is None:
         stored = [math.prod(stored)]
+    if len(dims) == 2 and len(stored) > 3 and type.fmt is None:
+        stored = [stored[0], math.prod(stored[1:])]
     return [dim for dim in stored if dim != 1] in [[dim for dim in shape if dim != 1] for shape in shapes]
 
 

@@ -98,8 +98,8 @@ def _rotary_sections(
     positions: Type, freqs: Type, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
 ) -> tuple[Type, Type]:
     need(len(positions.shape) == 2 and len(sections) <= int(positions.shape[1]), f"{len(sections)} of {positions}")
-    need(sum(sections) == freqs.shape[0], f"sections of {sum(sections)} frequencies, of {freqs}")
-    made = Type("fp32", (positions.shape[0], *freqs.shape))
+    divide(sum(sections), int(freqs.shape[0]))
+    made = Type("fp32", (positions.shape[0], sum(sections)))
     return made, made
 
 
@@ -107,11 +107,13 @@ def _rotary_sections(
 def rotary_sections(
     positions: Tensor, freqs: Tensor, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """positions i64[T, C], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale (Wang et al. 2024, M-RoPE)
+    """positions i64[T, C], freqs fp32[F] -> cos, sin fp32[T, D / 2], both times scale (Wang et al. 2024, M-RoPE)
 
-    sections: of each of the first positions, how many frequencies it turns, one section after the other.
+    sections: of each of the first positions, how many frequencies it turns, one section after the other; of more than
+        F, freqs begin anew.
     interleaved: instead they take turns, and the first has those that are left (Qwen3-VL).
     """
+    freqs = freqs.repeat(sum(sections) // len(freqs))
     angles, start = positions[:, :1].float() * freqs, 0
     for axis, size in enumerate(sections):
         own = slice(axis, len(sections) * size, len(sections)) if interleaved else slice(start, start + size)

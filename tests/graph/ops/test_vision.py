@@ -49,6 +49,12 @@ def test_sections_of_frequencies_turn_by_their_own_position(interleaved: bool, a
     assert torch.allclose(cos, 2 * angles.cos()) and torch.allclose(sin, 2 * angles.sin())
 
 
+def test_sections_may_share_frequencies():
+    places, freqs = torch.tensor([[3, 5, 9, 9], [4, 0, 9, 9]]), torch.tensor([1.0, 0.5])
+    cos, _ = checked(ops.rotary_sections, places, freqs, sections=[2, 2])
+    assert torch.allclose(cos, torch.tensor([[3, 1.5, 5, 2.5], [4, 2, 0, 0]]).cos())
+
+
 def test_rows_take_the_place_of_tokens():
     x, encoded = torch.zeros(3, 2), torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
     rows = torch.tensor([1, -1, 0], dtype=torch.int32)

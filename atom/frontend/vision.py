@@ -1,0 +1,101 @@
+"""Write the program `vision`: patches of images -> the rows that tokens of a body take.
+
+    write_vision(graph.program("vision"), model.vision, dtype="bf16")
+
+Its layers are those of a decoder, written by the same blocks, but for attention, in which each patch sees all of its
+image, or of a window, and which keeps nothing. Roles, besides those of layers: `patch`, `positions`, `merge_…`,
+`deepstack_…`.
+
+Inputs, P patches of any number of images, those that become one row side by side:
+
+    patches u8[P, F]            pixels, channel by channel
+    places i64[P, 4]            row, column, height and width of a patch in its image, counted in patches
+    starts i32[S + 1]           where images begin, and P
+    window_starts i32[W + 1]    where windows do, of which some layers are; patches come window by window
+
+The result is rows [M, H], or [M, H * parts] with parts of deeper layers after the first (DeepStack, Meng et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from atom.config import QuantConfig, VisionConfig
+from atom.config.vision import tower_of
+from atom.frontend.attention import Rotary
+from atom.frontend.decoder import write_layer
+from atom.frontend.rope import rope_freqs
+from atom.frontend.writer import Segments, Writer, required
+from atom.graph import Program, Type, ops
+from atom.graph.ops.base import multiply
+from atom.graph.ops.vision import PLACE
+
+LEVELS = 255.0  # of a pixel
+AS_STORED = QuantConfig()  # quant= is of the text; a tower has a few percent of the weights
+
+
+def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
+    """dtype: of rows and of what is computed"""
+    num = multiply("M", vision.merge**2)
+    patches = program.input("patches", Type("u8", (num, vision.patch_size)))
+    has_places = vision.table_side is not None or vision.attention.rope.kind != "none"
+    places = program.input("places", Type("i64", (num, PLACE))) if has_places else None
+    starts = program.input("starts", Type("i32", ("S",)))
+    has_windows = "sliding_attention" in (vision.layer_types or ())
+    window_starts = program.input("window_starts", Type("i32", ("W",))) if has_windows else None
+    writer = Writer(tower_of(vision), program, dtype, dtype, AS_STORED, segments=Segments(starts, window_starts))
+    x = embed_patches(writer, vision, patches, places)
+    rotary = rotary_of(writer, required(places)) if vision.attention.rope.kind != "none" else None
+    parts: list[Node] = []
+    for layer in range(vision.layers):
+        x, _ = write_layer(writer, x, rotary, layer)
+        if layer in vision.deepstack:
+            index = vision.deepstack.index(layer)
+            parts.append(merge(writer, vision, x, "deepstack", index))
+    rows = [merge(writer, vision, x, "merge"), *parts]
+    program.output(rows[0] if len(rows) == 1 else writer.call(ops.join, *rows, name="rows"))
+
+
+def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: Node | None) -> Node:
+    """patches u8[P, F] -> [P, H], with learned positions if there are any"""
+    scaled: dict[str, Any] = {name: [LEVELS * each for each in getattr(vision, name)] for name in ("mean", "std")}
+    pixels = writer.call(ops.normalize_pixels, patches, **scaled, dtype=writer.dtype, name="pixels")
+    x = writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
+    if (side := vision.table_side) is None:
+        return x
+    table = writer.weight("positions", (side**2, vision.hidden))
+    learned = writer.call(ops.interpolate_table, table, places, side=side, name="p")
+    total: Node = writer.call(ops.add, x, learned, name="x")
+    return total
+
+
+def rotary_of(writer: Writer, places: Node) -> Rotary:
+    """Half of the pairs of dims turn by the row, half by the column, all by the same frequencies."""
+    rope = writer.model.attention.rope
+    pairs = required(rope.dims) // 4
+    freqs = rope_freqs(replace(rope, dims=pairs * 2))
+    pair = writer.call(ops.rotary_sections, places, freqs, sections=[pairs, pairs], name=("cos", "sin"))
+    return Rotary(pair, pair, rope.interleaved)
+
+
+def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int | None = None) -> Node:
+    """x [P, H] -> [M, rows of the body]: neighbours are joined, and pass two linears
+
+    role: merge, whose norm is of each patch; deepstack, whose norm is of the joined ones
+    """
+    num = vision.merge**2
+
+    def folded(x: Node) -> Node:
+        made: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
+        return made
+
+    def normed(x: Node) -> Node:
+        return writer.norm(x, f"{role}_norm", index)
+
+    h = folded(normed(x)) if role == "merge" else normed(folded(x))
+    h = writer.linear(h, f"{role}_up", num * vision.hidden, True, index)
+    h = writer.call(ops.activate, h, kind=vision.merge_activation, name="active")
+    return writer.linear(h, f"{role}_down", required(vision.out), True, index)

@@ -1,0 +1,145 @@
+"""Tiny models that read images, made by `transformers`, and a prompt with images.
+
+model = vision.save("Qwen3VL", folder)
+prompt = vision.make_prompt(model)
+rows = vision.encode(model, prompt)             # of the tower [M, H * parts]
+logits = vision.logits(model, prompt)           # [T, V] at every position
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2, "num_experts": 6}
+QWEN3: dict[str, Any] = {"depth": 4, "hidden_size": 24, "num_heads": 3, "intermediate_size": 36, "out_hidden_size": 48,
+                         "patch_size": 4, "num_position_embeddings": 25}  # fmt: skip
+DEEP = {**QWEN3, "deepstack_visual_indexes": [0, 2]}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 24,
+         "rope_parameters": {**MROPE, "mrope_section": [3, 2, 1], "partial_rotary_factor": 0.5}}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_config and of vision_config
+    "Qwen3VL": ({"head_dim": 12, "rope_parameters": MROPE}, DEEP),
+    "Qwen3VLMoe": ({**EXPERTS, "head_dim": 12, "rope_parameters": MROPE}, DEEP),
+    "Qwen3_5": (DELTA, QWEN3),
+    "Qwen3_5Moe": ({**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}, QWEN3),
+}
+IMAGE = 7  # the token of a placeholder
+GRIDS = ((1, 4, 6), (1, 2, 2), (1, 6, 10))  # frames, rows and columns of images in patches
+
+
+class Prompt(NamedTuple):
+    tokens: list[int]  # IMAGE stands for a row
+    grids: tuple[tuple[int, int, int], ...]
+    patches: Tensor  # u8[P, F]
+    merge: int
+
+    @property
+    def counts(self) -> list[int]:
+        """The rows of each image."""
+        return [rows * columns // self.merge**2 for _, rows, columns in self.grids]
+
+    @property
+    def places(self) -> Tensor:
+        """i64[P, 4]: row, column, height and width, patches of one row side by side."""
+        side = self.merge
+        return torch.tensor([
+            [y + dy, x + dx, height, width]
+            for _, height, width in self.grids
+            for y in range(0, height, side)
+            for x in range(0, width, side)
+            for dy in range(side)
+            for dx in range(side)
+        ])  # fmt: skip
+
+    @property
+    def starts(self) -> Tensor:
+        """i32[S + 1]: where each image begins."""
+        sizes = torch.tensor([0, *(rows * columns for _, rows, columns in self.grids)])
+        return sizes.cumsum(0).int()
+
+    @property
+    def rows(self) -> Tensor:
+        """i32[T]: the row of each token."""
+        is_image = torch.tensor(self.tokens) == IMAGE
+        return torch.where(is_image, is_image.cumsum(0) - 1, -1).int()
+
+    @property
+    def text(self) -> Tensor:
+        """i64[T], with 0 in place of images, as a body gets them."""
+        tokens = torch.tensor(self.tokens)
+        return tokens.where(tokens != IMAGE, 0)
+
+
+def save(name: str, folder: Path, **text: Any) -> Any:
+    """Write the checkpoint of a model, as the hub has it; the model, in float32."""
+    torch.manual_seed(0)
+    fields, vision = MODELS[name]
+    made: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = made.config_class(
+        text_config={**tiny.SIZES, **fields, **text}, vision_config=vision, image_token_id=IMAGE, video_token_id=8
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = made(config).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(folder, save_original_format=True)
+    if name == "Qwen3VLMoe":  # the hub has experts as [E, in, out], which transformers 5 reads and does not save
+        stored = load_file(folder / "model.safetensors")
+        save_file(
+            {key: each.mT.contiguous() if ".experts." in key else each for key, each in stored.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        model = made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return model
+
+
+def make_prompt(model: Any, grids: tuple[tuple[int, int, int], ...] = GRIDS) -> Prompt:
+    """Images between runs of text."""
+    vision = model.config.vision_config
+    merge, size = vision.spatial_merge_size, 3 * vision.temporal_patch_size * vision.patch_size**2
+    counts = [rows * columns // merge**2 for _, rows, columns in grids]
+    words = [token + 10 for token in tiny.prompt(30) if token < 80]
+    tokens = words[:5] + [token for count in counts for token in (*[IMAGE] * count, *words[5:9])] + words[9:]
+    patches = torch.randint(0, 256, (sum(rows * columns for _, rows, columns in grids), size), dtype=torch.uint8)
+    return Prompt(tokens, grids, patches, merge)
+
+
+def pixels_of(prompt: Prompt) -> Tensor:
+    return prompt.patches.float() / 127.5 - 1
+
+
+@torch.inference_mode()
+def encode(model: Any, prompt: Prompt) -> Tensor:
+    """The rows of transformers' tower, with those of deeper layers joined."""
+    made = model.model.visual(pixels_of(prompt), torch.tensor(prompt.grids))
+    return torch.cat([made.pooler_output, *(getattr(made, "deepstack_features", None) or [])], dim=-1)
+
+
+def rope_positions(model: Any, prompt: Prompt) -> Tensor:
+    """i64[T, 3]"""
+    tokens, grids = torch.tensor([prompt.tokens]), torch.tensor(prompt.grids)
+    positions, _ = model.model.get_rope_index(tokens, (tokens == IMAGE).int(), image_grid_thw=grids)
+    return positions[:, 0].t().contiguous()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def logits(model: Any, prompt: Prompt) -> Tensor:
+    """[T, V] at every position."""
+    tokens = torch.tensor([prompt.tokens])
+    made = model(
+        tokens,
+        pixel_values=pixels_of(prompt),
+        image_grid_thw=torch.tensor(prompt.grids),
+        mm_token_type_ids=(tokens == IMAGE).int(),
+        use_cache=False,
+    )
+    return made.logits[0]  # type: ignore[no-any-return]

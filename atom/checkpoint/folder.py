@@ -71,6 +71,8 @@ class FolderCheckpoint(Checkpoint):
         self.config |= read_pooling(folder)
         if pairs := read_cross_encoder(folder, read_modules(folder), self.config):
             self.config["cross_encoder"] = pairs
+        if processor := read_image_processor(folder):
+            self.config["image_processor"] = processor
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
@@ -135,6 +137,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{folder} has no config.json: {hint_of(folder)}")
     return read_json(path)
+
+
+def read_image_processor(folder: Path) -> dict[str, Any]:
+    """What a folder says of how images become patches; {} if nothing."""
+    for name in ("processor_config.json", "preprocessor_config.json"):  # newer, older
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            own = found.get("image_processor", {} if name.startswith("processor") else found)
+            if isinstance(own, dict) and own:
+                return own
+    return {}
 
 
 def hint_of(folder: Path) -> str:

@@ -438,6 +438,10 @@ class VisionConfig:
     frames: int = number(1, 1, 16)  # that a patch has one after the other; a still image has all alike
     mean: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, subtracted from pixels of 0 to 1
     std: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, that they are then divided by
+    min_pixels: int = number(65536, 1, INT32)  # of an image, which is enlarged to them
+    max_pixels: int = number(16777216, 1, INT32)  # to which a larger image is reduced
+    resample: str = one_of("bicubic", "bilinear", "lanczos")  # by Pillow's names
+    token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
     patch_bias: bool = True  # on the linear that embeds a patch
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     hidden: int = number(0, 1, INT32)  # size of a patch's hidden state

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh64_intdigest
 
+from atom.config import VisionConfig
 from atom.errors import ConfigError, RequestError
 from atom.images.types import DIGEST_MASK, Image
 
 MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
-RESAMPLING = ("bicubic", "bilinear", "lanczos")  # by Pillow's names
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, channels]
 
@@ -34,12 +34,20 @@ class Processor(NamedTuple):
     min_pixels: int  # of an image, which is enlarged to them
     max_pixels: int  # to which a larger one is reduced
     token: int  # id of the token that stands for an image in a chat template
-    resample: str = "bicubic"  # one of RESAMPLING
+    resample: str = "bicubic"  # by Pillow's names
 
     @property
     def side(self) -> int:
         """Pixels of the side of the square that becomes one row; sides of images are multiples of it."""
         return self.patch * self.merge
+
+
+def processor_of(vision: VisionConfig) -> Processor:
+    """The numbers of a tower's processor. RequestError if nothing in a prompt stands for an image."""
+    if vision.token is None:
+        raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
+    numbers = vision.patch, vision.frames, vision.merge, vision.min_pixels, vision.max_pixels
+    return Processor(*numbers, vision.token, vision.resample)
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:

@@ -15,11 +15,12 @@ from law import assert_same_logits
 from parting import naming_line
 
 from atom import LLMEngine, SamplingParams
+from atom.images.types import PlacedImage
 from atom.runtime.step.cuda_graphs import Started
 from atom.runtime.step.input import StepInput
 from atom.runtime.step.program import rows_of, score
 from atom.runtime.step.runner import Runner
-from atom.runtime.types import Sequence
+from atom.runtime.types import RequestOptions, Sequence
 
 
 class WholePrompt(Sequence):
@@ -29,11 +30,14 @@ class WholePrompt(Sequence):
 
 
 @torch.inference_mode()
-def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
+def logits_of(engine: LLMEngine, tokens: list[int], images: tuple[PlacedImage, ...] = ()) -> torch.Tensor:
     """[T, V] at every position, on the host."""
     scheduler, builder, runner = engine._engine.scheduler, engine._engine.builder, engine._engine.runner
     assert isinstance(runner, Runner)
-    sequence = WholePrompt("probe", tokens, SamplingParams(max_tokens=1))
+    params = SamplingParams(max_tokens=1)
+    (made,) = engine._engine.prepare(tokens, params, RequestOptions(images=images))
+    rope = {"rope_positions": made.rope_positions, "rope_delta": made.rope_delta}
+    sequence = WholePrompt("probe", tokens, params, images=images, **rope)
     scheduler.add(sequence)
     parts = []
     while not sequence.finish_reason:

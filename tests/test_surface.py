@@ -207,6 +207,7 @@ sampling_params
 cache | checkpoint
 plugins
 config | graph
+images
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime | pair_prompts

@@ -33,6 +33,9 @@ class Inputs(NamedTuple):
     slots: Tensor  # i64[C, T], of all kinds
     tables: Tensor  # i32[C, S, M], of all kinds
     adapters: Tensor | None = None  # i64[T], if the body takes them
+    rows: Tensor | None = None  # i32[T], if the body takes images: of `encoded`; -1: none
+    encoded: Tensor | None = None  # [N, W], the encoded images
+    rope_positions: Tensor | None = None  # i64[T, 3], if the body takes them
 
 
 class State(Protocol):
@@ -43,6 +46,7 @@ class State(Protocol):
     lengths: Tensor
     reported: Tensor
     seed: Tensor
+    rope_deltas: Tensor
     columns: Mapping[str, Tensor]
     counts: Tensor
     history: Tensor | None

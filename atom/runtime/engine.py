@@ -26,6 +26,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
+from atom.runtime.images.placeholders import hide_placeholders, without_placeholders
+from atom.runtime.images.request_images import RequestImages
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.retention import retained_prefixes
 from atom.runtime.metrics import EngineStats
@@ -78,6 +80,7 @@ class Engine:
         sleeper: Sleeper | None = None,
         grammars: Grammars | None = None,
         classifier: npt.NDArray[np.float32] | None = None,
+        images: RequestImages | None = None,
     ) -> None:
         """
         runner: executes steps
@@ -93,6 +96,7 @@ class Engine:
         sleeper: releases memory; None: the engine cannot sleep
         grammars: the grammar compiler; None: a new one of this vocabulary
         classifier: [C, H], scores labels by the last hidden state; None: the model has no labels
+        images: those of requests; None: it takes none
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -101,7 +105,7 @@ class Engine:
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
         self._files, self._keep = files, keep
-        self._classifier = classifier
+        self._classifier, self._images = classifier, images
         self._loras, self._sleeper = loras, sleeper
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
@@ -149,11 +153,14 @@ class Engine:
         """Make the n sequences of a request, nothing queued yet. RequestError if it cannot be served."""
         lora = None if options.adapter is None else self.loras.find(options.adapter)
         salt = options.salt if lora is None else hashlib.sha256(lora.digest + options.salt).digest()
-        tokens = self.vocabulary.tokenize(prompt)
+        tokens = self._tokenize(prompt, options)
+        rope_positions, rope_delta = None, 0
+        if self._images is not None and options.images:
+            rope_positions, rope_delta = self._images.find_rope(tokens, options.images)
         self.vocabulary.check(params)
         bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
         matchers = self._compile_grammar(params)
-        thinking = self.vocabulary.limit_thinking(params, tokens)
+        thinking = self.vocabulary.limit_thinking(params, without_placeholders(tokens) if options.images else tokens)
         retained = retained_prefixes(options.retained, params, len(tokens))
         with self._lock:
             request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
@@ -181,10 +188,25 @@ class Engine:
                 bad_words=bad_words,
                 adapter=lora,
                 retained=retained,
+                images=options.images,
+                rope_positions=rope_positions,
+                rope_delta=rope_delta,
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)
         return sequences
+
+    def _tokenize(self, prompt: str | list[int], options: RequestOptions) -> list[int]:
+        """A prompt's tokens, placeholders of the images too. RequestError if these are not as given."""
+        if not options.images:
+            return self.vocabulary.tokenize(prompt)
+        if self._images is None:
+            raise RequestError("this engine takes no images: the model has no vision tower, or serve.images=false")
+        if not isinstance(prompt, list):
+            raise RequestError("images: give the prompt as token ids, with placeholders for the images")
+        self._images.check(prompt, options.images)
+        self.vocabulary.tokenize(hide_placeholders(prompt))
+        return prompt
 
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
         """Queue the sequences of `prepare`; the request's id. RequestError if another request runs under it."""
@@ -312,7 +334,7 @@ class Engine:
         scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.fullest
         num_host_used, num_host = scheduler.host_usage
-        retained = scheduler.retention
+        retained, images = scheduler.retention, None if self._images is None else self._images.pool
         everyone = [] if self._loras is None else list(scheduler.sequences.values())
         adapters = {(each.adapter.name, each.slot >= 0) for each in everyone if each.adapter is not None}
         return replace(
@@ -331,6 +353,9 @@ class Engine:
             num_retained_overridden=retained.num_overridden,
             num_host_blocks=num_host,
             num_host_blocks_used=num_host_used,
+            num_encoded_images=0 if images is None else images.num_encoded,
+            num_encoded_patches=0 if images is None else images.num_patches,
+            num_image_hits=0 if images is None else images.num_hits,
             num_read_blocks=0 if self._files is None else self._files.num_read,
             num_written_blocks=0 if self._files is None else self._files.num_written,
         )
@@ -429,7 +454,8 @@ class Engine:
 
     def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
         tokenizer = self.vocabulary.tokenizer
-        return None if tokenizer is None else Detokenizer(tokenizer, sequence.prompt, sequence.params)
+        prompt = without_placeholders(sequence.prompt) if sequence.images else sequence.prompt
+        return None if tokenizer is None else Detokenizer(tokenizer, prompt, sequence.params)
 
     def _compile_grammar(self, params: SamplingParams) -> list[Matcher]:
         """A matcher for each of the n sequences; none if the answer is not constrained."""

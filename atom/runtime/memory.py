@@ -20,7 +20,7 @@ from atom.graph.recipe_contents import held_bytes
 from atom.graph.recipes import leaves
 from atom.graph.tables import find_tables
 from atom.kernels.logprobs import top_logprobs
-from atom.runtime.step.input import BatchShape
+from atom.runtime.step.input import BatchShape, Encode
 from atom.runtime.step.model import Model, logits_type
 from atom.runtime.step.program import rows_of, score
 from atom.runtime.step.request_state import counts_bytes
@@ -88,13 +88,22 @@ def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
         yield
 
 
-def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> int:
-    """Bytes for the KV pool: serve.gpu_memory_utilization less the largest step and the largest CUDA graphs."""
+def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig, encode: Encode | None = None) -> int:
+    """Bytes for the KV pool: serve.gpu_memory_utilization less the largest step and the largest CUDA graphs.
+
+    encode: the largest one, which comes before a step's body; None: no images are encoded
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     num_tokens = serve.max_num_batched_tokens
+    if encode is not None:
+        with naming_a_lack_of_memory(
+            "encoding images takes more memory than the weights leave of the GPU: lower serve.max_patches "
+            f"({serve.max_patches}) or serve.image_memory, or serve text only with serve.images=false"
+        ):
+            runner.encode(encode)
     with naming_a_lack_of_memory(
         f"a step of {num_tokens} tokens takes more memory than the weights leave of the GPU: "
         f"lower serve.max_num_batched_tokens (to {max(num_tokens // 2, 1)}) or serve.max_num_seqs"

@@ -64,6 +64,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_retained_found: int = 0  # of these, found by requests after they would have been evicted, since the start
     num_retained_overridden: int = 0  # taken for running sequences before their time was over, since the start
 
+    num_encoded_images: int = 0  # since the start, each time that one was encoded
+    num_encoded_patches: int = 0  # of these
+    num_image_hits: int = 0  # images that prompts reached and that were encoded already, since the start
+
     def count_step(self, num_tokens: int) -> None:
         """Count a step by its tokens; `step_sizes` ends with those beyond STEP_TOKENS."""
         self.num_step_tokens += num_tokens

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atom.config.limits import EngineLimits
+from atom.images.types import PlacedImage
 from atom.sampling_params import SamplingParams
 from atom.state_rules import StateRule
 
@@ -170,6 +171,7 @@ class RequestOptions:
     classify: bool = False  # the embedding is scored for each label, and the scores are in its place
     adapter: str | None = None  # the name of a LoRA adapter; only its requests share cached prefixes
     retained: tuple[RetainedPrefix, ...] = ()  # besides the one of SamplingParams.cache_retention
+    images: tuple[PlacedImage, ...] = ()  # of the prompt's placeholders, in their order
 
 
 NO_OPTIONS = RequestOptions()
@@ -199,6 +201,9 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not follow one another
     adapter: Adapter | None = None  # None: only the model's own weights
     retained: tuple[RetainedPrefix, ...] = ()  # beginnings of the prompt that are kept from eviction
+    images: tuple[PlacedImage, ...] = ()  # of the prompt's placeholders, which are its negative tokens
+    rope_positions: npt.NDArray[np.int32] | None = None  # [3, L] up to the last image's end; None: the tokens' own
+    rope_delta: int = 0  # from the positions of later tokens to those that their rope takes
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
@@ -276,6 +281,11 @@ class Sequence(Answer, SchedulingState, Request):
         """Token ids at positions start to stop, over prompt and output."""
         num_prompt = len(self.prompt)
         return self.prompt[start:stop] + self.output[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
+
+    def shown_tokens(self, start: int, stop: int) -> list[int]:
+        """The same with 0 in place of images' placeholders."""
+        tokens = self.tokens(start, stop)
+        return [max(token, 0) for token in tokens] if self.images else tokens
 
 
 class ScheduledRequest(NamedTuple):

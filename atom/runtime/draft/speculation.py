@@ -88,7 +88,7 @@ class _Index:
         An n-gram at the very end is indexed once a token follows it.
         """
         first = len(self.tokens)
-        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
+        self.tokens += sequence.shown_tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
         for size, places in self._places:
             for at in range(max(first, size), len(self.tokens)):
                 places[tuple(self.tokens[at - size : at])] = at

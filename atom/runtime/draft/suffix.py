@@ -82,7 +82,7 @@ class SuffixDrafter:
             stream = self._streams[sequence.id] = Stream(SuffixIndex(len(sequence.prompt) + ROOM))
         index = stream.index
         start = index.end - 1
-        index.extend(sequence.tokens(start, min(sequence.num_tokens, start + MAX_INDEXED)))
+        index.extend(sequence.shown_tokens(start, min(sequence.num_tokens, start + MAX_INDEXED)))
         if index.end - 1 < sequence.num_tokens:
             return []
         match = self._find(stream, sequence.salt)

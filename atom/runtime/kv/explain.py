@@ -56,13 +56,23 @@ class EvictionLog:
         return self._clock() - max(times) if times else None
 
 
+def pack_ids(sequence: Sequence) -> array[int]:
+    """A prompt's tokens; placeholders of images have 63 bits."""
+    return array("q" if sequence.images else "i", sequence.prompt)
+
+
+def shown(token: int) -> int | None:
+    """A token that has text; None of an image's placeholder."""
+    return token if token >= 0 else None
+
+
 class Prompted:
     """A prompt on record, with its answer once it has ended."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.tenant, self.salt = sequence.tenant, sequence.salt
         self.adapter = b"" if sequence.adapter is None else sequence.adapter.digest
-        self.tokens = array("i", sequence.prompt)
+        self.tokens = pack_ids(sequence)
         self.num_computed = 0  # tokens, once it has ended
         self.sequence: Sequence | None = sequence  # until then
 
@@ -114,7 +124,8 @@ class PrefixHistory:
             return PrefixHit(0, COMPUTED_ANEW, 0)
         if num_cached >= (len(prompt) - 1) // size * size:
             return PrefixHit(num_cached, END_OF_PROMPT, num_cached)
-        asked, tokens = Prompted(sequence), array("i", prompt)
+        asked = Prompted(sequence)
+        tokens = asked.tokens
         own = [each for each in self._prompts.values() if each.tenant == asked.tenant and each.sequence is not sequence]
         common = [(count_common(tokens, each.tokens), each) for each in own]
         alike = [(length, each) for length, each in common if (each.salt, each.adapter) == (asked.salt, asked.adapter)]
@@ -129,11 +140,11 @@ class PrefixHistory:
             (OTHER_ADAPTER, [found for found, each in common if each.adapter != asked.adapter]),
         ):
             if max(others, default=0) >= num_cached + size:
-                return PrefixHit(num_cached, reason, num_cached, prompt[num_cached])
+                return PrefixHit(num_cached, reason, num_cached, shown(prompt[num_cached]))
         if earlier is None or length < num_cached or length == len(earlier.tokens):
             at = max(length, num_cached)
-            return PrefixHit(num_cached, NOT_COMPUTED, at, prompt[at])
-        return PrefixHit(num_cached, DIFFERENT_TOKEN, length, prompt[length], earlier.tokens[length])
+            return PrefixHit(num_cached, NOT_COMPUTED, at, shown(prompt[at]))
+        return PrefixHit(num_cached, DIFFERENT_TOKEN, length, shown(prompt[length]), shown(earlier.tokens[length]))
 
     def _explain_lost(
         self, sequence: Sequence, num_cached: int, num_known: int, kinds: SequenceOf[str], reason: str
@@ -145,12 +156,12 @@ class PrefixHistory:
         """
         size, key = self._block_size, chain_hash(0, self._salt + sequence.salt)
         if num_known < num_cached + size:
-            return PrefixHit(num_cached, NOT_COMPUTED, num_cached, sequence.prompt[num_cached])
+            return PrefixHit(num_cached, NOT_COMPUTED, num_cached, shown(sequence.prompt[num_cached]))
         for start in range(0, min(num_known, len(sequence.prompt) - 1) // size * size, size):
             key = chain_hash(key, pack(sequence.prompt[start : start + size]))
             if start >= num_cached and (seconds := self.evictions.find(kinds, key)) is not None:
-                return PrefixHit(num_cached, EVICTED, start, sequence.prompt[start], seconds=seconds)
-        return PrefixHit(num_cached, reason, num_cached, sequence.prompt[num_cached])
+                return PrefixHit(num_cached, EVICTED, start, shown(sequence.prompt[start]), seconds=seconds)
+        return PrefixHit(num_cached, reason, num_cached, shown(sequence.prompt[num_cached]))
 
     def _add_tokens(self, number: int) -> None:
         self._num_tokens += number

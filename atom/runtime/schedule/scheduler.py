@@ -40,6 +40,7 @@ import numpy as np
 from atom.errors import RequestError
 from atom.runtime.draft.speculation import Drafter, RunnerDrafter, is_drafted
 from atom.runtime.draft.table import Acceptance
+from atom.runtime.images.encode_planner import EncodePlanner
 from atom.runtime.kv.cache import Cached, KVCache
 from atom.runtime.kv.retention import RetentionCounts
 from atom.runtime.metrics import SchedulerStats
@@ -72,8 +73,10 @@ def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
     """Store what a step reports about a row's prompt: log probabilities, and the sum of an embedding."""
     sequence = row.sequence
     if place in sampled.prompt_logprobs:
-        known = sequence.prompt_logprobs[: row.start + 1]
-        sequence.prompt_logprobs = [*known, *sampled.prompt_logprobs[place]]
+        known, reported = sequence.prompt_logprobs[: row.start + 1], sampled.prompt_logprobs[place]
+        targets = sequence.prompt[row.start + 1 :]
+        shown = [each if target >= 0 else None for each, target in zip(reported, targets, strict=False)]
+        sequence.prompt_logprobs = [*known, *shown]
     if place in sampled.pooled:
         pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
         if sequence.pooled is not None and row.start:  # otherwise it may have been preempted
@@ -104,6 +107,7 @@ class Scheduler:
         delay_factor: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
         prefill_budget: PrefillBudget | None = None,
+        images: EncodePlanner | None = None,
     ) -> None:
         """
         cache: the KV cache
@@ -115,6 +119,7 @@ class Scheduler:
           the last step with prompts, so that more of them are computed together; at once if nothing runs. 0: at once
         clock: seconds
         prefill_budget: limits prompts next to decodes, of this scheduler only; None: `max_prompt_tokens` does
+        images: limits the images that a step encodes; None: no prompt has any
         """
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
@@ -142,6 +147,7 @@ class Scheduler:
         self.is_paused = False  # none is admitted
         self.max_prompt_tokens: int | None = None  # of the next step; None: max_num_batched_tokens
         self._prefill_budget = prefill_budget
+        self._images = images
         self.num_deferred = 0  # waiting ones that the last step left out for something other than room
 
     @property
@@ -362,10 +368,14 @@ class Scheduler:
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.cache.forget()
+        if self._images is not None:
+            self._images.clear()
 
     def _plan_rows(self) -> dict[Sequence, int]:
         """Plan the sequences of a step, and the number of tokens of each."""
         planned: dict[Sequence, int] = {}
+        if self._images is not None:
+            self._images.begin()
         budget = self._plan_running(planned)
         if not self.is_paused and not self._is_delayed():
             self._admit(planned, budget)
@@ -388,6 +398,8 @@ class Scheduler:
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             if self._suspects and not self._may_join(sequence, planned):
+                continue
+            if self._images is not None and not self._images.fit(sequence, budget):  # its image waits for another step
                 continue
             if self._drafter is not None:
                 self._draft(sequence, max_drafts, budget - max(len(decodes) - at, 1) - kept)
@@ -564,6 +576,8 @@ class Scheduler:
         Drafts that have no room are dropped.
         """
         start, stop = sequence.num_planned, sequence.num_tokens + sequence.num_pending
+        if self._images is not None:
+            budget = self._images.fit(sequence, budget)
         if sequence.drafts:
             end = stop + len(sequence.drafts)
             # with a spare block for each running one: none is preempted for a draft

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atom.runtime.images.placeholders import hide_placeholders, without_placeholders
+from atom.runtime.images.step_images import StepImages
 from atom.runtime.requests.logit_processors import find_shaping, is_shaped
 from atom.runtime.step.input import (
     NO_DRAFT,
@@ -74,8 +76,9 @@ class Collected:
 
 
 class StepBuilder:
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: Capacity, images: StepImages | None = None) -> None:
+        """images: adds those of prompts; None: no prompt has any"""
+        self._capacity, self._images = capacity, images
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
         rule = capacity.prefixes
         self._prefixes = None if rule is None else PrefixGroups(rule, capacity.block_size)
@@ -167,6 +170,8 @@ class StepBuilder:
             step.pooled = find_pooled(plan, shape)
             step.num_pooled = sum(each.num_tokens for each in step.pooled)
             step.drafts = [] if num_drafts else find_drafts(plan)
+            if self._images is not None:
+                self._images.add(step, plan.rows, find_firsts(plan, shape))
         if self._prefixes is not None and not step.drafts:
             num_decodes = len(plan.rows) if is_decode else plan.num_decodes
             tables = [resident.tables[self._prefix_kind] for resident in rows.residents[:num_decodes]]
@@ -183,6 +188,8 @@ class StepBuilder:
 
         Tokens in flight are known only to the runner: its state of these rows stays valid.
         """
+        if self._images is not None:
+            self._images.retract(plan.rows)
         for row in plan.rows:
             sequence = row.sequence
             resident = self._residents[sequence.slot]
@@ -314,12 +321,15 @@ def in_rows(columns: array[int], num_rows: int) -> bytearray:
 
 def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: bool) -> None:
     """Add the state of sequences that the runner does not have. has_histories: all their tokens, too"""
-    packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted]
+    packs = [
+        pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each), each.rope_delta)
+        for each in admitted
+    ]
     step.admissions = bytearray(b"".join(packs))
     counted = [each for each in admitted if has_use(each.params, PENALTY)]
-    step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
+    step.counted = [Counted(each.slot, text_of(each), list(each.output)) for each in counted]
     if has_histories:
-        known = [(each.slot, array("i", each.prompt + each.output)) for each in admitted]
+        known = [(each.slot, array("i", each.shown_tokens(0, each.num_tokens))) for each in admitted]
         step.histories = [History(slot, bytearray(tokens)) for slot, tokens in known]
 
 
@@ -358,7 +368,7 @@ def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
     if start >= resident.num_known and not drafts:
         return [_Row(slot, [-1], 0, draws)]
     return [
-        _Row(slot, sequence.tokens(start, end), end, draws),
+        _Row(slot, sequence.shown_tokens(start, end), end, draws),
         *(_Row(slot, [token], end + at, 1) for at, token in enumerate(drafts, 1)),
     ]
 
@@ -400,6 +410,11 @@ def pack_drafts(plan: Plan, num_drafts: int) -> bytearray:
     return bytearray(drafted)
 
 
+def text_of(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence's prompt that are no placeholders."""
+    return without_placeholders(sequence.prompt) if sequence.images else sequence.prompt
+
+
 def number_of(sequence: Sequence) -> int:
     """The number of a sequence's adapter, -1 without one."""
     return -1 if sequence.adapter is None else sequence.adapter.number
@@ -411,7 +426,7 @@ def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
     for at, (row, first) in enumerate(zip(plan.rows, find_firsts(plan, shape), strict=True)):
         num_top, prompt = row.sequence.params.prompt_logprobs, row.sequence.prompt
         if num_top is not None and row.start < len(prompt):
-            targets = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+            targets = hide_placeholders(prompt[row.start + 1 : row.start + 1 + row.num_tokens])
             scored.append(Scored(at, first, targets, num_top, len(targets)))
     return scored
 
@@ -433,5 +448,6 @@ def find_firsts(plan: Plan, shape: BatchShape) -> Iterator[int]:
     last = 0
     for at, row in enumerate(plan.rows):
         first = shape.num_decoded if at == plan.num_decodes else last
-        last = first + (1 + shape.num_drafts if at < plan.num_decodes else row.num_tokens)
+        is_drafting = at < plan.num_decodes and shape.num_drafts
+        last = first + (1 + shape.num_drafts if is_drafting else row.num_tokens)
         yield first

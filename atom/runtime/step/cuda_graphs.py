@@ -141,7 +141,9 @@ class Graphs:
         self._pool = None
 
     def start(self, step: StepInput) -> Started | None:
-        """Start a step; None if its shape was not captured."""
+        """Start a step; None if its shape was not captured, or its tokens have images."""
+        if step.image_rows:
+            return None
         shape, size = step.shape, step.shape.num_rows
         if not step.is_decode:
             found = self._find(step, self._mixed, self._capture_mixed, shape)

@@ -25,8 +25,8 @@ NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than step
 NUM_GROUPS = 16  # max groups of decodes with a common prefix in a step
 NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for the slot's first draft, -3 for the second one
 CODES = {"i64": "q", "f64": "d"}  # of `struct`
-# slot, tokens known, seed and adapter of `pack_admission`, then the sampling parameters that kernels read
-ADMISSION = struct.Struct("=qqQq" + "".join(CODES[dtype] for dtype in COLUMNS.values()))
+# slot, tokens known, seed, adapter and rope delta of `pack_admission`, then the sampling parameters that kernels read
+ADMISSION = struct.Struct("=qqQqq" + "".join(CODES[dtype] for dtype in COLUMNS.values()))
 
 
 class PackedRows(NamedTuple):
@@ -174,6 +174,13 @@ class Draft(msgspec.Struct):
     length: int  # tokens known
 
 
+class Encode(msgspec.Struct):
+    """Images that a step encodes before its body runs."""
+
+    inputs: dict[str, tuple[str, tuple[int, ...], bytes]]  # of the program VISION: numpy's dtype, shape and content
+    rows: bytearray  # i32[M]: where each row of its result goes among those that the device keeps
+
+
 class StepInput(msgspec.Struct, kw_only=True, tag=True):
     """A step. Its batch may be padded to a captured shape."""
 
@@ -203,6 +210,9 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
     drafts: list[Draft] = []
     drafted: bytearray = bytearray()  # i64[D, 1 + drafts]: slots, and what the host has drafted for them, -1 for none
+    encode: Encode | None = None
+    image_rows: bytearray = bytearray()  # i32[T]: the kept row that each token takes; -1: none. Empty: no token has one
+    rope_positions: bytearray = bytearray()  # i32[4, N]: tokens whose rope has other positions than those of the slot
     others: list[StepInput] = []  # of the other data groups, of the same shape
 
 
@@ -225,12 +235,15 @@ class Runner(Protocol):
         """Start copies of blocks, which run during the next step."""
 
 
-def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int, adapter: int = -1) -> bytes:
+def pack_admission(
+    slot: int, num_tokens: int, params: SamplingParams, seed: int, adapter: int = -1, rope_delta: int = 0
+) -> bytes:
     """Pack a sequence's admission to a slot.
 
     num_tokens: tokens known when it samples next
     seed: taken modulo 2^64
     adapter: number of its LoRA adapter; -1: none
+    rope_delta: from the positions of tokens after its last image to those that their rope takes
     """
     columns = (getattr(params, name) for name in COLUMNS)
-    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, adapter, *columns)
+    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, adapter, rope_delta, *columns)

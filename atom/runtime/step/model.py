@@ -23,14 +23,29 @@ from torch import Tensor
 
 from atom.config.limits import Drafting
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, TORCH_DTYPES, Batch, Graph, State, Type, ops
+from atom.graph import (
+    BODY,
+    DRAFT,
+    DRAFT_HEAD,
+    DRAFT_IN,
+    HEAD,
+    POOL,
+    TORCH_DTYPES,
+    VISION,
+    Batch,
+    Graph,
+    State,
+    Type,
+    ops,
+)
 from atom.graph.batch import SharedPrefixes
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
 from atom.kernels.step import BlockCopier, Inputs, StateCopier
-from atom.runtime.step.input import NUM_GROUPS, BatchShape, PackedRows, PrefixRule
+from atom.runtime.images.encoder import ImageEncoder, SentImages, encoded_type
+from atom.runtime.step.input import NUM_GROUPS, BatchShape, Encode, PackedRows, PrefixRule
 from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, Watched, rows_of, score
 from atom.runtime.step.request_state import RequestState, send, zeros
 from atom.runtime.types import StepLimits
@@ -62,6 +77,7 @@ class Model:
         defers_logits: bool = False,
         kv_memory: StableMemory | None = None,
         prefix_rule: PrefixRule | None = None,
+        image_rows: int = 0,
     ) -> None:
         """
         graph: the lowered graph
@@ -75,6 +91,7 @@ class Model:
         defers_logits: the head runs later, once another stage has sent the hidden states
         kv_memory: the memory for the caches; None: torch's
         prefix_rule: when steps group decodes with a common prefix; None: never
+        image_rows: rows of encoded images to keep, if the graph encodes images
         """
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
@@ -102,6 +119,8 @@ class Model:
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
         self._state_copiers: dict[str, StateCopier] = {}
+        self._image_rows = image_rows if VISION in graph.programs else 0
+        self.images: ImageEncoder | None = None  # made by `bind`
         self._drafted = self._zero_drafted() if self.carries_hidden else []
         self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
         self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
@@ -168,12 +187,18 @@ class Model:
             self._state_copiers[kind] = self._step.state_copier(
                 [slots[state].flatten(0, 1) for state in own], [caches[state] for state in own]
             )
+        if self._image_rows:
+            limits = self.limits
+            max_tokens = limits.max_num_batched_tokens + limits.max_num_seqs * (1 + self.num_drafts)  # with padding
+            encoded = encoded_type(self.graph)
+            kept = self._make((self._image_rows, int(encoded.shape[1])), TORCH_DTYPES[encoded.dtype])
+            self.images = ImageEncoder(self.graph, kept, max_tokens)
         self._bind(self._bindings._replace(caches=caches, slots=slots))
 
     def unbind(self) -> None:
         """Drop the KV pool and all references to weights; call `bind` before the next step."""
         self._bindings = self._bindings._replace(caches={}, slots={})
-        self._state_copiers = {}
+        self._state_copiers, self.images = {}, None
         self.executables, self._thinned = {}, {}
 
     def use(self, kernels: Kernels) -> None:
@@ -281,8 +306,20 @@ class Model:
         first, *others = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
         return computed._replace(logits=first, draft_logits=tuple(others))
 
-    def mix(self, shape: BatchShape, packed: Tensor, prefixes: Tensor | None = None) -> Computed:
-        """Compute a step with prompts. packed: i32, as in `BatchShape.split`; prefixes: as in `decode`"""
+    def encode(self, encode: Encode) -> None:
+        """Encode images, and keep their rows for the steps that follow."""
+        assert self.images is not None, "the graph encodes images"
+        self.images.run(self.executables[VISION], encode, self.send)
+
+    def mix(
+        self, shape: BatchShape, packed: Tensor, prefixes: Tensor | None = None, images: SentImages | None = None
+    ) -> Computed:
+        """Compute a step with prompts.
+
+        packed: i32, as in `BatchShape.split`
+        prefixes: as in `decode`
+        images: of the tokens; None: all of them are text
+        """
         rows = shape.split(packed)
         num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
         decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
@@ -291,6 +328,8 @@ class Model:
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
+        if self.images is not None:
+            inputs = self.images.extend(inputs, rows.slots.index_select(0, rows.row_of), self.state, images)
         self._draft(decoding, inputs)
         hidden, states = self._run_body(inputs)
         if not shape.num_samples:
@@ -443,6 +482,9 @@ class Model:
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, max_accepted)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
+        if self.images is not None:
+            every = slots if query_len == 1 else slots.repeat_interleave(query_len)
+            inputs = self.images.extend(inputs, every, self.state)
         return inputs
 
     def _adapters_of(self, slots: Tensor) -> Tensor:
@@ -497,9 +539,11 @@ class Model:
             f"the KV cache of {state.name} takes {nbytes} bytes, more than the {has} has: "
             f"lower serve.{knob}, or serve.num_kvcache_blocks if set"
         ):
-            if self._kv_memory is not None:
-                return self._kv_memory.zeros(shape, dtype)
-            return zeros(shape, dtype, self.device)
+            return self._make(shape, dtype)
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros in the memory of the caches."""
+        return zeros(shape, dtype, self.device) if self._kv_memory is None else self._kv_memory.zeros(shape, dtype)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class RequestState:
     lengths: i32[num_slots + 1], the number of tokens known, including the newest
     reported: i64[num_slots + 1, NUM_REPORTED] in host memory, which the device writes: the token at position p of a
       sequence is at p % NUM_REPORTED, once the step that sampled it has ended
-    seed, adapters (-1: none): i64[num_slots + 1]
+    seed, adapters (-1: none), rope_deltas (to the positions of text after images): i64[num_slots + 1]
     columns: by name of a sampling parameter that kernels read, its values i64 or f64[num_slots + 1]
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
     drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 for none; None if nothing drafts
@@ -48,7 +48,7 @@ class RequestState:
         self.reported = reported if self.device.type == "cpu" else reported.pin_memory()
         greedy = np.frombuffer(pack_admission(0, 1, SamplingParams(temperature=0), seed=0), np.int64)[2:]
         self._params = torch.tensor(greedy).to(device)[:, None].repeat(1, num_slots + 1)  # one, so that a copy fills it
-        self.seed, self.adapters, *columns = self._params
+        self.seed, self.adapters, self.rope_deltas, *columns = self._params
         self.columns: Mapping[str, Tensor] = {
             name: column if dtype == "i64" else column.view(torch.float64)
             for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
+from atom.runtime.images.encoder import SentImages
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.step.cuda_graphs import Graphs, Started, begin, draw
-from atom.runtime.step.input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
+from atom.runtime.step.input import NUM_REPORTED, BatchShape, Capacity, Encode, Scored, Shaping, StepInput
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import Hidden, rows_of, score
 from atom.runtime.types import BlockCopies, Logprobs, Sampled
@@ -92,6 +93,11 @@ class Runner:
             knob = "kv_cache_memory" if self.model.is_cpu else "gpu_memory_utilization"
             raise out_of_memory(step.shape, f"serve.{knob}") from error
 
+    @torch.inference_mode()
+    def encode(self, encode: Encode) -> None:
+        """Encode images apart from a step, to measure or compile that."""
+        self.model.encode(encode)
+
     def copy(self, copies: BlockCopies) -> None:
         """Start copies of blocks, which run during the next step. EngineDeadError, now and from then on, if that fails.
 
@@ -129,6 +135,8 @@ class Runner:
             model.extend_tables(step.table_entries)
         if step.restores:
             model.restore_states(step.restores)
+        if step.encode is not None:
+            model.encode(step.encode)
         started = self.graphs.start(step) or self._start(step)
         if step.copies and not model.limits.num_drafts:
             model.copy_states(step.copies)
@@ -169,7 +177,16 @@ class Runner:
         if step.is_decode:
             return begin(self.model, self.model.decode(packed, prefixes), packed)
         rows = step.shape.split(packed)
-        return begin(self.model, self.model.mix(step.shape, packed, prefixes), rows.sampled, rows)
+        return begin(
+            self.model, self.model.mix(step.shape, packed, prefixes, self._send_images(step)), rows.sampled, rows
+        )
+
+    def _send_images(self, step: StepInput) -> SentImages | None:
+        """What the step sends of the images of its tokens; None if all of them are text."""
+        if not step.image_rows:
+            return None
+        rope = self.model.send(step.rope_positions).view(4, -1) if step.rope_positions else None
+        return SentImages(self.model.send(step.image_rows), rope)
 
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""

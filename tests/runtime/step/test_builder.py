@@ -164,7 +164,7 @@ def test_a_slot_gets_its_sequence_once_and_blocks_that_are_new() -> None:
     each.seed = -1
     step = admit(builder, each)
     (admitted,) = ADMISSION.iter_unpack(step.admissions)
-    assert admitted == (2, 5, 2**64 - 1, -1, 0.5, (1 << 31) - 1, 1.0, 0.0, 0.0, 0.0, 1.5)
+    assert admitted == (2, 5, 2**64 - 1, -1, 0, 0.5, (1 << 31) - 1, 1.0, 0.0, 0.0, 0.0, 1.5)
     assert step.counted == [Counted(2, each.prompt, [])]
     assert (step.sampling, step.has_penalties) == ("filtered", True)
     assert np.frombuffer(step.table_entries, np.int32).tolist() == [2 * 10, 3]

@@ -1,0 +1,132 @@
+"""Which images a step encodes, and where its chunks stop for them."""
+
+from __future__ import annotations
+
+import numpy as np
+from kinds import full_kind
+
+from atom.images.types import Image, PlacedImage, placeholder
+from atom.runtime.images.encode_planner import EncodePlanner
+from atom.runtime.images.row_pool import RowPool
+from atom.runtime.images.step_images import StepImages
+from atom.runtime.kv.cache import KVCache
+from atom.runtime.schedule.scheduler import Scheduler, finish_reason
+from atom.runtime.step.builder import StepBuilder
+from atom.runtime.step.input import Capacity, StepInput
+from atom.runtime.types import Plan, Sampled, Sequence, StepLimits
+from atom.sampling_params import SamplingParams
+
+FULL = full_kind()
+
+
+def picture(digest: int, num_rows: int) -> Image:
+    """An image of 4 patches a row."""
+    return Image(digest << 20, b"", ((1, 2, 2 * num_rows),), num_rows)
+
+
+def ask(id: str, *parts: int | Image, max_tokens: int = 2) -> Sequence:
+    """A prompt of numbers of text tokens and images."""
+    prompt, placed = list[int](), list[PlacedImage]()
+    for part in parts:
+        if isinstance(part, Image):
+            placed.append(PlacedImage(part, len(prompt), len(prompt) + part.num_rows))
+            prompt += [placeholder(part.digest, at) for at in range(part.num_rows)]
+        else:
+            prompt += [len(prompt) + at + 1 for at in range(part)]
+    return Sequence(id, prompt, SamplingParams(max_tokens=max_tokens), images=tuple(placed))
+
+
+class Steps:
+    """Plans and builds steps; none runs."""
+
+    def __init__(self, num_rows: int, max_patches: int, max_tokens: int = 64, num_blocks: int = 100) -> None:
+        self.pool = RowPool(num_rows)
+        cache = KVCache((FULL,), {"full": num_blocks}, 4, enable_prefix_caching=True)
+        limits = StepLimits(8, max_tokens, 200)
+        self.scheduler = Scheduler(cache, limits, images=EncodePlanner(self.pool, max_patches))
+        self.builder = StepBuilder(
+            Capacity(("full",), 8, 50, 1000), StepImages(self.pool, lambda images: ({}, np.arange(sum_rows(images))))
+        )
+
+    def run(self) -> tuple[dict[str, int], int]:
+        """The tokens of each sequence in the next step, and the rows that it encodes."""
+        plan = self.scheduler.schedule()
+        step = self.builder.build(plan)
+        self.commit(plan)
+        return {row.sequence.id: row.num_tokens for row in plan.rows}, num_encoded(step)
+
+    def commit(self, plan: Plan) -> None:
+        num = sum(row.samples for row in plan.rows)
+        self.scheduler.commit(plan, Sampled([7] * num, [None] * num), lambda each: finish_reason(each, 200))
+
+
+def sum_rows(images: list[Image]) -> int:
+    return sum(image.num_rows for image in images)
+
+
+def num_encoded(step: StepInput) -> int:
+    return 0 if step.encode is None else len(step.encode.rows) // 4
+
+
+def test_a_chunk_stops_at_an_image_beyond_the_patches_of_a_step() -> None:
+    steps = Steps(num_rows=100, max_patches=40)
+    steps.scheduler.add(ask("a", 3, picture(1, 6), 2, picture(2, 6), 1))  # 24 patches each
+    assert steps.run() == ({"a": 11}, 6)
+    assert steps.run() == ({"a": 7}, 6)
+    assert steps.run() == ({"a": 1}, 0)
+
+
+def test_a_step_encodes_one_image_whatever_its_size() -> None:
+    steps = Steps(num_rows=100, max_patches=8)
+    steps.scheduler.add(ask("a", 2, picture(1, 30)))
+    assert steps.run() == ({"a": 32}, 30)
+
+
+def test_an_image_is_encoded_once_for_all_its_chunks_and_prompts() -> None:
+    steps, image = Steps(num_rows=100, max_patches=400, max_tokens=8), picture(1, 12)
+    steps.scheduler.add(ask("a", 2, image, 3, max_tokens=1))
+    assert [steps.run() for _ in range(3)] == [({"a": 8}, 12), ({"a": 8}, 0), ({"a": 1}, 0)]
+    steps.scheduler.add(ask("b", 5, image, max_tokens=1))
+    assert steps.run() == ({"b": 8}, 0)
+    assert (steps.pool.num_encoded, steps.pool.num_patches, steps.pool.num_hits) == (1, 48, 1)
+
+
+def test_a_cached_prefix_needs_no_rows() -> None:
+    steps, image = Steps(num_rows=12, max_patches=400), picture(1, 8)
+    steps.scheduler.add(ask("a", 4, image, 5, max_tokens=1))
+    assert steps.run() == ({"a": 17}, 8)
+    steps.pool.clear()
+    steps.scheduler.add(ask("b", 4, image, 9, max_tokens=1))
+    assert steps.run() == ({"b": 5}, 0), "16 of 21 tokens are cached"
+    assert steps.pool.num_encoded == 1
+
+
+def test_images_that_have_no_room_together_take_steps_of_their_own() -> None:
+    steps = Steps(num_rows=10, max_patches=400, max_tokens=6)
+    steps.scheduler.add(ask("a", 1, picture(1, 8), 1, max_tokens=1))
+    steps.scheduler.add(ask("b", picture(2, 8), 1, max_tokens=1))
+    taken = [steps.run() for _ in range(6)]
+    assert [num for _, num in taken].count(8) >= 2
+    assert not steps.scheduler.has_work
+    assert all(num <= 8 for _, num in taken)
+
+
+def test_a_step_that_did_not_take_place_is_encoded_again() -> None:
+    steps = Steps(num_rows=10, max_patches=400)
+    steps.scheduler.add(ask("a", 1, picture(1, 8), 1))
+    plan = steps.scheduler.schedule()
+    assert num_encoded(steps.builder.build(plan)) == 8
+    steps.builder.retract(plan)
+    steps.scheduler.retract(plan)
+    assert steps.run() == ({"a": 10}, 8)
+
+
+def test_a_preempted_prompt_finds_its_images() -> None:
+    steps = Steps(num_rows=100, max_patches=400, max_tokens=16, num_blocks=13)
+    steps.scheduler.add(ask("a", 2, picture(1, 6), max_tokens=30))
+    steps.scheduler.add(ask("b", 2, picture(2, 6), max_tokens=30))
+    for _ in range(100):
+        if steps.scheduler.has_work:
+            steps.run()
+    assert not steps.scheduler.has_work and steps.scheduler.stats.num_preemptions
+    assert steps.pool.num_encoded == 2

@@ -85,10 +85,10 @@ model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_n
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.attention.rope: short_factor long_factor short_mscale long_mscale
+model.attention.rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.attention.window_rope: short_factor long_factor short_mscale long_mscale
+model.attention.window_rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
 model.mlp.0: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
 model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
@@ -96,10 +96,10 @@ model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate 
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale
+model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale
+model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
 model.blocks.NAME.mlp: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
 model.blocks.NAME.mlp: every first last skip
 model.blocks.NAME.mlp.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
@@ -118,9 +118,12 @@ model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
 model.gguf: architecture weights interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
+model.vision: channels patch frames mean std min_pixels max_pixels resample token patch_bias table_side hidden layers layer_types merge
+model.vision: merge_activation out deepstack weights
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching cache_retention_share state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize classifier_from_token
+serve: images
 serve: scheduler_delay_factor max_itl_ms method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob torch_profiler_dir profiler_more
 serve: models max_awake spare_engine idle_sleep_seconds idle_sleep_level
 serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
@@ -229,6 +232,8 @@ LOCAL_IMPORTS = {
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
     "opentelemetry": "the extra otel",
+    "numpy": "few files of images have 16 bits",
+    "PIL": "the extra images",
     "ray": "the extra ray",
     "cryptography": "the extra signatures",
     "http_sf": "the extra signatures",
@@ -310,6 +315,8 @@ def test_the_fields_of_sampling_params_and_their_defaults():
 
 def test_the_keys_of_the_configuration():
     frozen = [line.partition(":")[::2] for line in CONFIG.strip().splitlines()]
+    shared = ("model.norm", "model.attention", "model.mlp.0")  # which layers of a vision tower have, too
+    frozen += [(at.replace("model", "model.vision"), names) for at, names in frozen if at.startswith(shared)]
     expected = {f"{at}.{name}".lstrip(".") for at, names in frozen for name in names.split()}
     assert set(keys(Config)) == expected
 

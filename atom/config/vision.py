@@ -1,4 +1,4 @@
-"""The fields of a vision tower: checked, and as those of a model of which its layers are.
+"""Check the fields of a vision tower; make a model of its layers.
 
 model.vision = derive_vision(config)
 tower = tower_of(model.vision)          # a ModelConfig, whose layers the frontend writes as it does the body's

@@ -1,4 +1,4 @@
-"""Write the program `vision`: patches of images -> the rows that tokens of a body take.
+"""Write the program `vision`: patches of images to rows for tokens.
 
     write_vision(graph.program("vision"), model.vision, dtype="bf16")
 

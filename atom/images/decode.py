@@ -1,4 +1,4 @@
-"""Decode the files of images in a process of its own, which is killed if it takes too long.
+"""Decode images in a process that is killed if it takes too long.
 
     decoder = Decoder(max_pixels=50_000_000)
     pixels = decoder.decode(data)               # u8[height, width, 3]

@@ -1,4 +1,4 @@
-"""Read the bytes of an image from a data: URL, from a server on an allow-list, or from a file.
+"""Read images from data: URLs, listed servers and files.
 
     data = read_source("data:image/png;base64,iVBO…", SourceLimits())
     data = read_source("https://images.example.org/a.png", SourceLimits(domains=("images.example.org",)))

@@ -1,4 +1,4 @@
-"""Image, PlacedImage: an image as its encoder takes it, and its place in a prompt; no torch.
+"""Image, PlacedImage: an image for its encoder, and its place in a prompt.
 
     image = Image(digest, pixels, grids=((1, 28, 40),), num_rows=280)
     prompt = [5, *(placeholder(image.digest, row) for row in range(image.num_rows)), 6]

@@ -1,4 +1,4 @@
-"""Vision ops: patches and segments of a vision tower, and rows of images among a body's tokens.
+"""Vision ops: patches and segments of a tower, rows among tokens.
 
 Shapes by letter, besides those of `atom.graph.ops`: P patches, M rows that they become, F pixels of a patch.
 """

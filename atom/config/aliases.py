@@ -62,8 +62,8 @@ def respell_mlp(mlp: MLPConfig) -> MLPConfig:
 def respell_vision(vision: VisionConfig | None) -> VisionConfig | None:
     if vision is None:
         return None
-    act = ACTIVATIONS.get(vision.merge_activation, vision.merge_activation)
-    return replace(vision, mlp=[respell_mlp(each) for each in vision.mlp], merge_activation=act)
+    named = {name: getattr(vision, name) for name in ("activation", "merge_activation")}
+    return replace(vision, **{name: ACTIVATIONS.get(kind, kind) for name, kind in named.items()})
 
 
 def divide_attention(parallel: ParallelConfig) -> ParallelConfig:

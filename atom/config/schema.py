@@ -444,12 +444,19 @@ class VisionConfig:
     token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
     patch_bias: bool = True  # on the linear that embeds a patch
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
-    hidden: int = number(0, 1, INT32)  # size of a patch's hidden state
-    layers: int = number(0, 1, MAX_LAYERS)
-    layer_types: list[str] | None = None  # full_attention: of all patches, sliding_attention: of a window; null: all
-    norm: NormConfig = field(default_factory=NormConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)  # its rope turns halves by row and by column
-    mlp: list[MLPConfig] = field(default_factory=list)
+    hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
+    layers: int = number(0, 0, MAX_LAYERS)
+    layer_types: list[str] | None = None  # full_attention: to the image, sliding_attention: to a window; null: all full
+    norm: str = one_of("layer", "rms")  # layer: with a bias
+    eps: float = number(1e-6, 0)  # of norms
+    heads: int = number(1, 1, INT32)  # of attention, in which a patch sees all of its image, or of a window
+    bias: bool = True  # on q, k and v
+    o_bias: bool = True  # on o
+    rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
+    mlp: str = one_of("plain", "gated")
+    mlp_bias: bool = True  # on its linears
+    width: int = number(0, 0, INT32)  # of the mlp
+    activation: str = one_of("gelu", "gelu_tanh", "silu")  # of the mlp
     merge: int = number(1, 1, 64)  # side of the square of patches whose hidden states become one row
     merge_activation: str = one_of("gelu", "gelu_tanh", "silu")  # between the two linears that make the row
     out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden

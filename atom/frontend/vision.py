@@ -1,4 +1,4 @@
-"""Write the program `vision`: patches of images to rows for tokens.
+"""Write the program `vision`: patches of images -> rows for tokens.
 
     write_vision(graph.program("vision"), model.vision, dtype="bf16")
 
@@ -23,13 +23,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import QuantConfig, VisionConfig
-from atom.config.vision import tower_of
+from atom.config import AttentionConfig, MLPConfig, ModelConfig, NormConfig, QuantConfig, RopeConfig, VisionConfig
 from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import Program, Type, ops
+from atom.graph import VISION, Program, Type, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
 
@@ -41,14 +40,14 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
     """dtype: of rows and of what is computed"""
     num = multiply("M", vision.merge**2)
     patches = program.input("patches", Type("u8", (num, vision.patch_size)))
-    has_places = vision.table_side is not None or vision.attention.rope.kind != "none"
+    has_places = vision.table_side is not None or vision.rope_theta is not None
     places = program.input("places", Type("i64", (num, PLACE))) if has_places else None
     starts = program.input("starts", Type("i32", ("S",)))
     has_windows = "sliding_attention" in (vision.layer_types or ())
     window_starts = program.input("window_starts", Type("i32", ("W",))) if has_windows else None
     writer = Writer(tower_of(vision), program, dtype, dtype, AS_STORED, segments=Segments(starts, window_starts))
     x = embed_patches(writer, vision, patches, places)
-    rotary = rotary_of(writer, required(places)) if vision.attention.rope.kind != "none" else None
+    rotary = rotary_of(writer, required(places)) if vision.rope_theta is not None else None
     parts: list[Node] = []
     for layer in range(vision.layers):
         x, _ = write_layer(writer, x, rotary, layer)
@@ -57,6 +56,31 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
             parts.append(merge(writer, vision, x, "deepstack", index))
     rows = [merge(writer, vision, x, "merge"), *parts]
     program.output(rows[0] if len(rows) == 1 else writer.call(ops.join, *rows, name="rows"))
+
+
+def tower_of(vision: VisionConfig) -> ModelConfig:
+    """A model that has the tower's layers, and no embedding, head or cache."""
+    heads, dim, theta = vision.heads, vision.hidden // vision.heads, vision.rope_theta
+    rope = RopeConfig(kind="none", dims=dim) if theta is None else RopeConfig(theta=theta, dims=dim)
+    return ModelConfig(
+        name=VISION,
+        hidden=vision.hidden,
+        layers=vision.layers,
+        layer_types=vision.layer_types,
+        norm=NormConfig(kind=vision.norm, eps=vision.eps, bias=vision.norm == "layer"),
+        attention=AttentionConfig(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=dim,
+            bias=vision.bias,
+            o_bias=vision.o_bias,
+            scale=dim**-0.5,
+            rope=rope,
+        ),
+        mlp=[MLPConfig(kind=vision.mlp, width=vision.width, activation=vision.activation, bias=vision.mlp_bias)],
+        weights=vision.weights,
+        fmt=None,
+    )
 
 
 def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: Node | None) -> Node:

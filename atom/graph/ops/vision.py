@@ -1,4 +1,4 @@
-"""Vision ops: patches and segments of a tower, rows among tokens.
+"""Vision ops: patches of a tower, and their rows among tokens.
 
 Shapes by letter, besides those of `atom.graph.ops`: P patches, M rows that they become, F pixels of a patch.
 """

@@ -85,7 +85,9 @@ def test_as_many_sequences_run_as_have_room_for_their_state() -> None:
         assert fit_slots(kinds, StepLimits(512, 16384, 32768), left) == 256
         blocks = plan_memory(kinds, 16, StepLimits(256, 16384, 32768), memory_bytes=left)
         assert blocks["full"] * 16 > num_tokens
-        assert blocks["full"] * 16 / blocks["state"] == pytest.approx(8192, rel=0.02), "tokens for which there is a copy"
+        assert blocks["full"] * 16 / blocks["state"] == pytest.approx(8192, rel=0.02), (
+            "tokens for which there is a copy"
+        )
     limits = StepLimits(512, 16384, 32768)
     assert fit_slots(kinds, replace(limits, max_num_seqs=100), left) == 100
     assert fit_slots([FULL], limits, 1) == 512

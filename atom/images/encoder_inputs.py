@@ -1,0 +1,42 @@
+"""Make the inputs of the program VISION of images: patches, their places, where segments start.
+
+    inputs, order = encoder_inputs(images, vision=config.model.vision)
+    inputs["patches"]           # u8[P, F], of all images
+    order                       # i64[M]: which row, of those of all images in their order, each row of the result is
+
+All of them are made; an encoder reads those that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from atom.config import VisionConfig
+from atom.images.types import Image
+
+
+def encoder_inputs(
+    images: Sequence[Image], vision: VisionConfig
+) -> tuple[dict[str, npt.NDArray[np.generic]], npt.NDArray[np.int64]]:
+    grids = [grid for image in images for grid in image.grids]
+    pixels = b"".join(image.pixels for image in images)
+    segments = [height * width for frames, height, width in grids for _ in range(frames)]
+    inputs: dict[str, npt.NDArray[np.generic]] = {
+        "patches": np.frombuffer(pixels, np.uint8).reshape(-1, vision.patch_size),
+        "places": np.concatenate([find_places(grid, vision.merge) for grid in grids]),
+        "starts": np.array([*accumulate(segments, initial=0)], np.int32),
+    }
+    return inputs, np.arange(sum(image.num_rows for image in images))
+
+
+def find_places(grid: tuple[int, int, int], merge: int) -> npt.NDArray[np.int64]:
+    """The row, column, height and width i64[P, 4] of each patch of a grid, squares of merge by merge together."""
+    frames, height, width = grid
+    axes = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
+    places = axes.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+    sizes = np.broadcast_to([height, width], places.shape)
+    return np.tile(np.hstack([places, sizes]), (frames, 1)).astype(np.int64)

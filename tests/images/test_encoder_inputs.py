@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import numpy as np
+
+from atom.config import VisionConfig
+from atom.images.encoder_inputs import encoder_inputs, find_places
+from atom.images.types import Image
+
+
+def test_patches_that_become_a_row_come_together() -> None:
+    places = find_places((1, 2, 4), merge=2)
+    assert places[:, :2].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    assert places[:, 2:].tolist() == [[2, 4]] * 8
+
+
+def test_segments_of_all_images_follow_one_another() -> None:
+    vision = VisionConfig(channels=1, patch=2, merge=1)
+    images = [Image(1, bytes(range(8)), ((1, 1, 2),), 2), Image(2, bytes(range(8, 20)), ((1, 1, 1), (2, 1, 1)), 3)]
+    inputs, order = encoder_inputs(images, vision)
+    assert inputs["patches"].tolist() == np.arange(20).reshape(5, 4).tolist()
+    assert inputs["starts"].tolist() == [0, 2, 3, 4, 5]
+    assert order.tolist() == [0, 1, 2, 3, 4]

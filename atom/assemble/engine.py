@@ -16,6 +16,7 @@ from atom.assemble.adapters import open_adapters, open_loras
 from atom.assemble.checks import check_same_tokens, check_weights
 from atom.assemble.classifier import read_classifier
 from atom.assemble.compiling import compile_with, digest_of
+from atom.assemble.images import open_images
 from atom.assemble.kv_blocks import kinds_of_all, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.assemble.loading import has_own_heads, load_weights, open_checked, settle_heads
@@ -99,9 +100,19 @@ def open_engine(
         caches = open_caches(kinds, num_blocks, host, salt, serve, mesh.data)
         drafter = open_drafter(config.drafts, config.drafting is not None)
         overlap = config.stages_overlap
-        scheduler = open_scheduler(caches, runner, drafter, serve, has_ranks=ranks is not None, overlap=overlap)
-        builders = [StepBuilder(runner.capacity) for _ in caches]
-        report_engine(kinds, num_blocks, runner.model.limits, host, config)
+        images = open_images(graph, config)
+        scheduler = open_scheduler(
+            caches,
+            runner,
+            drafter,
+            serve,
+            has_ranks=ranks is not None,
+            overlap=overlap,
+            images=None if images is None else images.planner,
+        )
+        builders = [StepBuilder(runner.capacity, None if images is None else images.of_steps) for _ in caches]
+        of_requests = None if images is None else images.of_requests
+        report_engine(kinds, num_blocks, runner.model.limits, host, config, of_requests)
         driver = None if ranks is None else Driver(runner, ranks, mesh)
         traces: dict[str, Any] = {"folder": serve.torch_profiler_dir, "is_detailed": serve.profiler_more}
         sleeper = open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories)
@@ -119,6 +130,7 @@ def open_engine(
             sleeper=sleeper,
             grammars=model.grammars,
             classifier=read_classifier(config),
+            images=of_requests,
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")

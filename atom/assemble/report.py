@@ -11,6 +11,7 @@ from atom.config.limits import EngineLimits
 from atom.graph import Graph
 from atom.graph.recipe_contents import host_bytes
 from atom.process.messages import say
+from atom.runtime.images.request_images import RequestImages
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.types import StateKind
 from atom.sampling_params import unused_values
@@ -22,12 +23,16 @@ def report_engine(
     limits: EngineLimits,
     host: HostBlocks | None,
     config: Config,
+    images: RequestImages | None = None,
 ) -> None:
     """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
     say(_describe_pool(kinds, num_blocks, limits, config.serve.block_size))
     if host is not None:
         say(_describe_host(host, config.serve.block_size))
-    if reads_more(config.hf):
+    if images is not None:
+        kept, largest = images.pool.num_rows, config.serve.max_patches
+        say(f"images: the tower is loaded, encodes {largest} patches a step and keeps {kept} encoded tokens")
+    if reads_more(config.hf) and images is None:
         more = "images" if config.hf.keys() & {"vision_config", "vit_config"} else "sound"
         say(f"{config.checkpoint} also reads {more}; here only its text model runs")
     for text in (_describe_unread_rope(config), _describe_unread_prefix(config), _describe_sampling(config)):

@@ -9,6 +9,7 @@ from dataclasses import astuple, replace
 import msgspec
 
 from atom.assemble.compiling import digest_of
+from atom.assemble.images import count_rows, largest_encode
 from atom.assemble.kv_blocks import fit_limits, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages, state_kinds
 from atom.checkpoint import Progress
 from atom.compiler import Compiled
@@ -102,6 +103,7 @@ def make_runner(
         defers_logits=overlaps and any(node.target is ops.receive for node in head.nodes),
         kv_memory=kv_memory,
         prefix_rule=find_rule(compiled.graph, config.limits) if may_group else None,
+        image_rows=count_rows(compiled.graph, config),
     )
     ahead = {"run_ahead": min(config.parallel.pipeline, NUM_REPORTED) - 1} if overlaps else {}
     if config.drafts is not None and config.drafts.suffix is not None:
@@ -142,7 +144,7 @@ def prepare_gpu(
         clock.stop("KV scales")
     size = sum(kind.bytes_per_slot(config.limits) for kind in kinds)  # of a slot; they are allocated already
     slots = size * (1 + serve.max_num_seqs)
-    left = memory.measure_left(runner, sizes[-1:], serve) + slots
+    left = memory.measure_left(runner, sizes[-1:], serve, largest_encode(compiled.graph, config)) + slots
     own = plan_kv(kinds, serve, config.limits, config.parallel.num_ranks, left)
     num_blocks = min_blocks(exchange(msgspec.msgpack.encode(own)))
     runner.bind(num_blocks)

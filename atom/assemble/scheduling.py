@@ -9,6 +9,7 @@ from atom.config import ServeConfig
 from atom.config.limits import Drafting
 from atom.runtime.draft.speculation import Drafter, NgramDrafter, RunnerDrafter
 from atom.runtime.draft.suffix import SuffixDrafter
+from atom.runtime.images.encode_planner import EncodePlanner
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.host_blocks import HostBlocks
@@ -66,10 +67,12 @@ def open_scheduler(
     *,
     has_ranks: bool,
     overlap: bool,
+    images: EncodePlanner | None = None,
 ) -> Scheduler | DataParallelScheduler:
     """The scheduler of an engine: with ranks, one of a scheduler for the KV cache of each data group.
 
     overlap: whether pipeline stages compute steps of different sequences at a time
+    images: as of `Scheduler`, of an engine with one cache
     """
     limits, run_ahead = runner.model.limits, runner.run_ahead
     num_stages = 1 + run_ahead if overlap else 1
@@ -85,6 +88,7 @@ def open_scheduler(
             num_stages,
             delay_factor=serve.scheduler_delay_factor,
             prefill_budget=None if has_ranks else budget,
+            images=images,
         )
         for cache in caches
     ]

@@ -33,7 +33,7 @@ from atom.config.parallel import derive_parallel
 from atom.config.resolve_model import derive_model
 from atom.config.resolve_quant import derive_quant
 from atom.config.schema import Config
-from atom.config.vision import derive_vision
+from atom.config.vision import choose_images, derive_vision
 from atom.devices import find_device
 from atom.dtypes import BY_NAME
 from atom.errors import ConfigError
@@ -67,9 +67,10 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_models(serve)
     check_speculation(config)
     check_replicas(config)
+    images = choose_images(config)
     return replace(
         config,
-        model=replace(derived, vision=derive_vision(config)),
+        model=replace(derived, vision=derive_vision(config)) if images else derived,
         parallel=derive_parallel(config, derived),
         quant=derive_quant(config, derived),
         serve=replace(
@@ -77,7 +78,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
             enable_lora=has_lora(serve),
-            images=bool(serve.images),
+            images=images,
             lora_modules={str(name): path for name, path in (serve.lora_modules or {}).items()},
             num_speculative_tokens=drafts and (serve.num_speculative_tokens or drafts.num_tokens),
             prompt_lookup_min=serve.prompt_lookup_min or min(LOOKED_UP[0], serve.prompt_lookup_max or LOOKED_UP[0]),

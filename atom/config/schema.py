@@ -798,7 +798,7 @@ class ServeConfig:
     cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
     max_itl_ms: float | None = number(None, 0, above=True)  # between two tokens while prompts arrive; null: no limit
-    images: bool | None = None  # encode the images of prompts; null: no
+    images: bool | None = None  # read images in prompts; null: in a server, if the model has a tower
     method: str | None = one_of(None, *METHODS)  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
@@ -826,6 +826,8 @@ class ServeConfig:
     lora_experts: bool = False  # make room for adapters of experts too
     max_loras: int = number(8, 1, 1 << 10)  # adapters that are loaded at the same time
     max_lora_rank: int = number(16, 1, 1 << 12)  # rank of an adapter, at most; smaller ones take as much room
+    image_memory: int = number(512 << 20, 1, MAX_BYTES)  # bytes a rank for encoded images, the last ones used
+    max_patches: int = number(16384, 1, 1 << 24)  # patches of images that a step encodes; one larger image by itself
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)

@@ -1,5 +1,6 @@
 """Check the fields of a vision tower.
 
+serve.images = choose_images(config)
 vision = derive_vision(config)
 tower_modules(vision)                   # {"visual"}: the modules of a checkpoint that have its tensors
 """
@@ -14,11 +15,30 @@ from atom.errors import ConfigError, UnsupportedError
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def choose_images(config: Config) -> bool:
+    """Whether images are read: as asked, else by a server, if the model has a tower that is supported.
+
+    ConfigError if they are asked for of stages or data groups.
+    """
+    asked, parallel = config.serve.images, config.parallel
+    divided = next((name for name in ("pipeline", "data") if getattr(parallel, name) > 1), None)
+    if asked and divided is not None:
+        given = f"parallel.{divided}={getattr(parallel, divided)}"
+        raise ConfigError(f"serve.images=true does not work with {given}; divide the model by parallel.tensor")
+    if asked is not None:
+        return asked
+    if config.job.kind != "serve" or config.model.vision is None or divided is not None:
+        return False
+    try:
+        derive_vision(config)
+    except UnsupportedError:  # the text model runs
+        return False
+    return True
+
+
 def derive_vision(config: Config) -> VisionConfig | None:
-    """Check a model's tower, and replace null; it is as it is if no images are read."""
+    """Check a model's tower, and replace null. `serve.images` is not looked at."""
     vision, at = config.model.vision, "model.vision"
-    if not config.serve.images:
-        return vision
     if vision is None:
         why = f"model={config.model.name} has no encoder of them" if config.hf.get("vision_config") else "it reads none"
         raise ConfigError(f"serve.images=true: {config.checkpoint or 'the embedded checkpoint'}: {why}; leave it out")

@@ -1,0 +1,70 @@
+"""Open what an engine needs for the images of its requests: a pool of rows, and who plans, sends and checks them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from atom.config import Config
+from atom.errors import ConfigError
+from atom.graph import BODY, VISION, Graph, Type
+from atom.graph.graph import ROPE_POSITIONS
+from atom.images.encoder_inputs import encoder_inputs
+from atom.images.rope import rope_positions
+from atom.images.types import Image
+from atom.runtime.images.encode_planner import EncodePlanner
+from atom.runtime.images.encoder import encoded_type
+from atom.runtime.images.request_images import RequestImages
+from atom.runtime.images.row_pool import RowPool
+from atom.runtime.images.step_images import StepImages, pack_encode
+from atom.runtime.step.input import Encode
+
+
+class EngineImages(NamedTuple):
+    """The parts of an engine that know of images."""
+
+    planner: EncodePlanner  # of its scheduler
+    of_steps: StepImages  # of its step builder
+    of_requests: RequestImages
+
+
+def open_images(graph: Graph, config: Config) -> EngineImages | None:
+    """The parts of an engine that know of images, which share a pool; None if its text encodes none."""
+    if VISION not in graph.programs:
+        return None
+    vision, pool = config.model.vision, RowPool(count_rows(graph, config))
+    assert vision is not None, "the text was written of it"
+    has_sections = any(node.name == ROPE_POSITIONS for node in graph.programs[BODY].inputs)
+    find_rope = functools.partial(rope_positions, merge=vision.merge) if has_sections else None
+    return EngineImages(
+        EncodePlanner(pool, config.serve.max_patches),
+        StepImages(pool, functools.partial(encoder_inputs, vision=vision)),
+        RequestImages(pool, find_rope),
+    )
+
+
+def count_rows(graph: Graph, config: Config) -> int:
+    """The rows of encoded images that serve.image_memory holds; 0 if the text encodes none."""
+    if VISION not in graph.programs:
+        return 0
+    rows, given = encoded_type(graph), config.serve.image_memory
+    row_bytes = Type(rows.dtype, (1, *rows.shape[1:])).num_bytes
+    if given < row_bytes:
+        raise ConfigError(f"serve.image_memory={given} holds no row of an image, which takes {row_bytes}; raise it")
+    return given // row_bytes
+
+
+def largest_encode(graph: Graph, config: Config) -> Encode | None:
+    """The largest step of the encoder: one image of serve.max_patches; None if the text encodes none."""
+    vision, num_rows = config.model.vision, count_rows(graph, config)
+    if vision is None or not num_rows:
+        return None
+    height = max(math.isqrt(config.serve.max_patches) // vision.merge, 1)
+    width = max(config.serve.max_patches // (height * vision.merge**2), 1)
+    num_patches = height * width * vision.merge**2
+    pixels = bytes(num_patches * vision.patch_size)
+    image = Image(0, pixels, ((1, height * vision.merge, width * vision.merge),), height * width)
+    return pack_encode(encoder_inputs([image], vision), np.arange(height * width, dtype=np.int32) % num_rows)

@@ -1,0 +1,224 @@
+"""Images in prompts, from patches to tokens, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vision
+from law import assert_greedy_tokens, assert_same_logits
+from probe import logits_of
+from xxhash import xxh64_intdigest
+
+from atom import LLMEngine, SamplingParams
+from atom.config.load import load
+from atom.errors import ConfigError, RequestError
+from atom.images.types import DIGEST_MASK, Image, PlacedImage, placeholder
+from atom.runtime.types import RequestOptions, Sequence
+
+IS_PLACEHOLDER = {7: -100.0, 8: -100.0}  # tokens that transformers takes for images: no answer has them
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias=IS_PLACEHOLDER)
+SMALL, LARGE = ((1, 4, 6),), ((1, 4, 6), (1, 6, 10))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """The folder of a tiny model, and transformers' model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str, *, again: bool = False) -> tuple[Path, Any]:
+        if name not in made or again:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, vision.save(name, folder)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def open_model(models: Callable[[str], tuple[Path, Any]]) -> Iterator[Callable[..., tuple[LLMEngine, Any]]]:
+    """Engines that read images, with a small KV pool, and their references; closed after the test."""
+    opened: list[LLMEngine] = []
+
+    def open(name: str = "Qwen3VL", *, again: bool = False, **fields: Any) -> tuple[LLMEngine, Any]:
+        folder, model = models(name, again=again)
+        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
+        opened.append(LLMEngine(model=str(folder), **{**given, **fields}))
+        return opened[-1], model
+
+    yield open
+    for engine in opened:
+        engine.close()
+
+
+def place(prompt: vision.Prompt) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """A prompt's tokens with placeholders, and its images."""
+    tokens, placed, at = list(prompt.tokens), list[PlacedImage](), 0
+    sizes = [rows * columns for _, rows, columns in prompt.grids]
+    for grid, count, patches in zip(prompt.grids, prompt.counts, prompt.patches.split(sizes), strict=True):
+        pixels = patches.numpy().tobytes()
+        image = Image(xxh64_intdigest(pixels) & DIGEST_MASK, pixels, (grid,), count)
+        at = tokens.index(vision.IMAGE, at)
+        tokens[at : at + count] = [placeholder(image.digest, row) for row in range(count)]
+        placed.append(PlacedImage(image, at, at + count))
+    return tokens, tuple(placed)
+
+
+def answer(engine: LLMEngine, *prompts: vision.Prompt, params: SamplingParams = GREEDY) -> list[Sequence]:
+    """Answer prompts in one batch."""
+    inner = engine._engine
+    asked = []
+    for prompt in prompts:
+        tokens, images = place(prompt)
+        asked += inner.prepare(tokens, params, RequestOptions(images=images))
+    for sequence in asked:
+        inner.submit([sequence])
+    while inner.has_work:
+        inner.step()
+    return asked
+
+
+def assert_greedy(sequence: Sequence, prompt: vision.Prompt, model: Any) -> None:
+    assert sequence.error is None and len(sequence.output) == sequence.params.max_tokens
+    whole = prompt._replace(tokens=prompt.tokens + sequence.output)
+    logits = logits_like(model, whole)[len(prompt.tokens) - 1 : -1].clone()
+    logits[:, list(IS_PLACEHOLDER)] = logits.min()
+    assert_greedy_tokens(sequence.output, logits)
+
+
+@torch.inference_mode()
+def logits_like(model: Any, prompt: vision.Prompt) -> torch.Tensor:
+    """[T, V] of transformers, which takes no prompt without images as one with them."""
+    if prompt.grids:
+        return vision.logits(model, prompt)
+    made: torch.Tensor = model(torch.tensor([prompt.tokens]), use_cache=False).logits[0]
+    return made
+
+
+def make(model: Any, grids: Any = SMALL, seed: int = 0) -> vision.Prompt:
+    torch.manual_seed(seed)
+    return vision.make_prompt(model, grids)
+
+
+@pytest.mark.parametrize("name", vision.MODELS)
+def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) -> None:
+    engine, model = open_model(name, max_num_batched_tokens=9)  # chunks end inside images
+    prompt = make(model, LARGE)
+    tokens, images = place(prompt)
+    assert_same_logits(logits_of(engine, tokens, images), vision.logits(model, prompt))
+    (sequence,) = answer(engine, prompt)
+    assert_greedy(sequence, prompt, model)
+    assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
+
+
+def test_batches_with_images_and_without(open_model: Any) -> None:
+    engine, model = open_model(max_num_batched_tokens=40)
+    prompts = [make(model, grids, seed) for seed, grids in enumerate((SMALL, (), LARGE, (), vision.GRIDS))]
+    for sequence, prompt in zip(answer(engine, *prompts), prompts, strict=True):
+        assert_greedy(sequence, prompt, model)
+
+
+def test_an_image_in_two_turns_is_encoded_once(open_model: Any) -> None:
+    engine, model = open_model(block_size=4)
+    prompt = make(model)
+    (first,) = answer(engine, prompt)
+    turn = prompt._replace(tokens=[*prompt.tokens, *first.output, *prompt.tokens[:3]])
+    (second,) = answer(engine, turn)
+    assert_greedy(second, turn, model)
+    assert second.num_cached >= len(prompt.tokens)
+    other = turn._replace(tokens=[20, *turn.tokens])  # no prefix, but the same image
+    (third,) = answer(engine, other)
+    assert_greedy(third, other, model)
+    stats = engine.metrics
+    assert (stats.num_encoded_images, stats.num_encoded_patches, stats.num_image_hits) == (1, 24, 1)
+
+
+def test_other_pixels_are_another_prefix(open_model: Any) -> None:
+    engine, model = open_model(block_size=4)
+    prompts = [make(model, seed=0), make(model, seed=0)]
+    prompts[1] = prompts[1]._replace(patches=255 - prompts[1].patches)
+    for prompt in prompts:
+        (sequence,) = answer(engine, prompt)
+        assert_greedy(sequence, prompt, model)
+    assert sequence.num_cached == 4, "of the 5 tokens before the image"
+
+
+@pytest.mark.parametrize("num_rows", [6, 100])
+def test_preempted_prompts_and_images_that_lost_their_rows(num_rows: int, open_model: Any) -> None:
+    row_bytes = 4 * 48 * 3
+    engine, model = open_model(
+        num_kvcache_blocks=25,
+        block_size=4,
+        enable_prefix_caching=False,
+        max_model_len=90,
+        max_num_batched_tokens=16,
+        image_memory=num_rows * row_bytes,
+    )
+    prompts = [make(model, SMALL, seed) for seed in range(3)]
+    for sequence, prompt in zip(answer(engine, *prompts), prompts, strict=True):
+        assert_greedy(sequence, prompt, model)
+    stats = engine.metrics
+    assert stats.scheduler.num_preemptions > 0
+    assert stats.num_encoded_images > 3 if num_rows == 6 else stats.num_encoded_images == 3
+
+
+@pytest.mark.slow
+def test_compiled_pieces_encode_the_same(open_model: Any) -> None:
+    engine, model = open_model(level=2)
+    prompts = [make(model, LARGE), make(model, SMALL, 1)]
+    for sequence, prompt in zip(answer(engine, *prompts), prompts, strict=True):
+        assert_greedy(sequence, prompt, model)
+
+
+@pytest.mark.slow
+def test_two_ranks_encode_the_same(open_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tower = vision.MODELS["Qwen3VLMoe"]
+    monkeypatch.setitem(vision.MODELS, "Qwen3VLMoe", (text, {**tower, "hidden_size": 32, "num_heads": 4}))
+    engine, model = open_model("Qwen3VLMoe", again=True, tensor_parallel_size=2)
+    prompts = [make(model, LARGE), make(model, (), 1)]
+    for sequence, prompt in zip(answer(engine, *prompts), prompts, strict=True):
+        assert_greedy(sequence, prompt, model)
+
+
+def test_reports_of_a_prompt_leave_out_placeholders(open_model: Any) -> None:
+    engine, model = open_model()
+    prompt = make(model)
+    params = replace(GREEDY, prompt_logprobs=0, presence_penalty=0.5, max_tokens=2)
+    (sequence,) = answer(engine, prompt, params=params)
+    expected = vision.logits(model, prompt).log_softmax(-1)
+    for at, (token, found) in enumerate(zip(prompt.tokens, sequence.prompt_logprobs, strict=True)):
+        if at == 0 or token == vision.IMAGE:
+            assert found is None
+        else:
+            assert found is not None and found.token == token
+            assert found.logprob == pytest.approx(float(expected[at - 1, token]), abs=1e-3)
+
+
+def test_images_that_are_not_served_are_refused(open_model: Any) -> None:
+    engine, model = open_model(images=False)
+    tokens, images = place(make(model))
+    with pytest.raises(RequestError, match="this engine takes no images"):
+        engine._engine.prepare(tokens, GREEDY, RequestOptions(images=images))
+    with pytest.raises(RequestError, match="is not a token id"):
+        engine._engine.prepare(tokens, GREEDY)
+
+
+def test_a_server_reads_images_unless_it_is_told_otherwise(models: Any) -> None:
+    folder, _ = models("Qwen3VL")
+
+    def reads(*overrides: str) -> bool:
+        return load([f"checkpoint={folder}", "device=cpu", *overrides]).reads_images
+
+    assert reads() and not reads("serve.images=false") and not reads("parallel.pipeline=2")
+    assert not reads("job=generate") and reads("job=generate", "serve.images=true")
+    with pytest.raises(ConfigError, match=r"serve\.images=true does not work with parallel\.pipeline=2"):
+        reads("serve.images=true", "parallel.pipeline=2")
+
+
+def test_a_pool_without_room_for_a_row_is_refused(open_model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.image_memory=100 holds no row of an image, which takes 576"):
+        open_model(image_memory=100)

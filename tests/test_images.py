@@ -222,3 +222,14 @@ def test_a_server_reads_images_unless_it_is_told_otherwise(models: Any) -> None:
 def test_a_pool_without_room_for_a_row_is_refused(open_model: Any) -> None:
     with pytest.raises(ConfigError, match=r"serve\.image_memory=100 holds no row of an image, which takes 576"):
         open_model(image_memory=100)
+
+
+def test_images_are_encoded_again_after_a_sleep(open_model: Any) -> None:
+    engine, model = open_model(enable_sleep_mode=True)
+    prompt = make(model)
+    for _ in range(2):
+        (sequence,) = answer(engine, prompt)
+        assert_greedy(sequence, prompt, model)
+        engine.sleep(level=2)
+        engine.wake_up()
+    assert engine.metrics.num_encoded_images == 2

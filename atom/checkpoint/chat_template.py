@@ -129,6 +129,14 @@ def cut_after_content(prompt: str, content: str) -> str:
     return prompt[: found + len(start if is_kept else content.strip())]
 
 
+def last_text(content: Any) -> str:
+    """The text that a message ends with: its content, or the last part of it."""
+    if isinstance(content, list):
+        last = content[-1] if content else None
+        content = last.get("text") if isinstance(last, dict) else None
+    return content or ""
+
+
 def named_templates(templates: Any) -> dict[str, str]:
     """Chat templates by name, from any stored form: text, {name: text}, [{name, template}]."""
     if isinstance(templates, list):

@@ -104,6 +104,7 @@ def form_of(messages: Messages) -> Hashable:
             has_text(each),
             min(len(each.get("tool_calls") or ()), 2),
             each.get("content") is None,
+            isinstance(each.get("content"), list),
         )
         for each in messages
     ]
@@ -113,6 +114,10 @@ def form_of(messages: Messages) -> Hashable:
 def has_text(message: dict[str, Any]) -> bool:
     content = message.get("content")
     return bool(content.strip() if isinstance(content, str) else content)
+
+
+def is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(text := part.get("text"), str) and bool(text.strip())
 
 
 def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
@@ -127,6 +132,11 @@ def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
         if not calls and isinstance(content, str) and has_text(message):
             texts.add(mark := f"mark{next(numbers)}")
             message = message | {"content": mark}
+        if not calls and isinstance(content, list):
+            own = {at: f"mark{next(numbers)}" for at, part in enumerate(content) if is_text(part)}
+            texts.update(own.values())
+            parts = [part | {"text": own[at]} if at in own else part for at, part in enumerate(content)]
+            message = message | {"content": parts}
         if calls:
             own = [f"mark{next(numbers)}" for _ in calls]
             names.update(own)

@@ -22,6 +22,7 @@ from atom.checkpoint.chat_template import (
     cut_after_content,
     find_levels,
     find_variables,
+    last_text,
     with_arguments,
 )
 from atom.checkpoint.encoder import EncoderProcess
@@ -221,6 +222,7 @@ class Tokenizer:
         is_continued: bool = False,
         cut: Callable[[str], str] = str,
         check: Callable[[int], object] = bool,
+        shown: Callable[[list[dict[str, Any]]], object] = bool,
         **template_values: Any,
     ) -> tuple[str, list[int]]:
         """Render a chat with the beginning of its answer, and encode it.
@@ -229,9 +231,10 @@ class Tokenizer:
 
         cut: gives the part of the prompt that is used, or raises if it is too long to encode.
         check: as in `encode`.
+        shown: gets the messages that were rendered, maybe in another order.
         Otherwise as `render_prompt`.
         """
-        prompt = cut(self._render_broken(messages, prefill, template_values, is_continued=is_continued))
+        prompt = cut(self._render_broken(messages, prefill, template_values, is_continued=is_continued, shown=shown))
         parts = prompt.split(BREAK)
         return "".join(parts), self._encode_parts(parts, check)
 
@@ -247,7 +250,13 @@ class Tokenizer:
         return self._render_broken(messages, prefill, template_values, is_continued=is_continued).replace(BREAK, "")
 
     def _render_broken(
-        self, messages: list[dict[str, Any]], prefill: str, template_values: dict[str, Any], *, is_continued: bool
+        self,
+        messages: list[dict[str, Any]],
+        prefill: str,
+        template_values: dict[str, Any],
+        *,
+        is_continued: bool,
+        shown: Callable[[list[dict[str, Any]]], object] = bool,
     ) -> str:
         """The prompt of `render_prompt`, with a mark inside each special token that is only text."""
         values = self._break_special(template_values)
@@ -255,8 +264,9 @@ class Tokenizer:
         prompt, rendered = self._renderer.render(
             lambda each: self._render_parts(each, values), broken, has_tools=bool(values.get("tools"))
         )
+        shown(rendered)
         if is_continued:
-            prompt = cut_after_content(prompt, rendered[-1].get("content") or "")
+            prompt = cut_after_content(prompt, last_text(rendered[-1].get("content")))
         broken_prefill: str = self._break_special(prefill)
         return prompt + broken_prefill
 

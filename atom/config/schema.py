@@ -799,6 +799,9 @@ class ServeConfig:
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
     max_itl_ms: float | None = number(None, 0, above=True)  # between two tokens while prompts arrive; null: no limit
     images: bool | None = None  # read images in prompts; null: in a server, if the model has a tower
+    max_images: int = number(32, 1, 1 << 10)  # images of a request
+    max_image_pixels: int = number(50_000_000, 1, 1 << 30)  # of an image's file; it is refused before it is decoded
+    image_domains: list[str] = field(default_factory=list)  # servers whose images are fetched, as *.example.org
     method: str | None = one_of(None, *METHODS)  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from atom.checkpoint import Tokenizer
+from atom.checkpoint.chat_template import last_text
+from atom.images.types import Image, PlacedImage
 from atom.serve.context import Context
 from atom.serve.http.bodies import check_size
 from atom.serve.http.errors import FieldError
-from atom.serve.openai.schema import ChatMessage, Tool, find_fault
+from atom.serve.openai.schema import ChatMessage, Picture, Tool, find_fault
+from atom.serve.prompt_images import GivenImage, PromptImages, join_parts, places_of
 from atom.serve.template_variables import check_variables
 
 OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tool_parser.new_call_id`
@@ -29,7 +32,13 @@ DEVELOPER = re.compile("""['"]developer['"]""")  # a template that knows this ro
 
 class Conversation(NamedTuple):
     text: str
-    tokens: list[int]
+    tokens: list[int]  # with placeholders of images
+    images: tuple[PlacedImage, ...] = ()
+
+
+def shown_tokens(context: Context, tokens: list[int]) -> list[int]:
+    """A prompt's tokens as a response shows them: the token of an image in place of each placeholder."""
+    return tokens if context.images is None else context.images.show(tokens)
 
 
 def encode_conversation(
@@ -54,9 +63,11 @@ def encode_conversation(
     check_variables(tokenizer, kwargs)
     for call in (call for message in messages for call in message.tool_calls or ()):
         check_size(call.function.arguments.encode(), context.config.advanced)  # JSON in JSON
-    plain = [plain_message(message, tokenizer) for message in messages]
+    plain, images = plain_messages(context, messages)
     values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
-    return encode_plain(context, plain, tools, values, truncate=truncate, is_continued=continue_final_message)
+    return encode_plain(
+        context, plain, tools, values, truncate=truncate, is_continued=continue_final_message, images=images
+    )
 
 
 def encode_plain(
@@ -67,17 +78,27 @@ def encode_plain(
     prefill: str = "",
     truncate: int | None = None,
     is_continued: bool = False,
+    images: Sequence[Image] = (),
 ) -> Conversation:
     """Render and tokenize messages in the template's form. prefill: the beginning of the answer.
 
     is_continued: the answer begins with the last message.
+    images: those of the messages' parts, by their place
     """
+    if images and truncate is not None:
+        raise FieldError("truncate_prompt_tokens", "truncate_prompt_tokens: a prompt with images is not cut")
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
         if message["role"] != "assistant":  # templates leave out thoughts of the assistant
-            cut(message["content"])
+            cut(last_text(message["content"]))
     values = chat_values(context, messages, tools, kwargs) | {"prefill": prefill, "is_continued": is_continued}
-    return Conversation(*context.need_tokenizer().prepare_chat(**values, cut=cut, check=context.check_count))
+    shown = list[dict[str, Any]]()
+    prepare = context.need_tokenizer().prepare_chat
+    text, tokens = prepare(**values, cut=cut, check=context.check_count, shown=shown.extend)
+    if not images or context.images is None:
+        return Conversation(text, tokens)
+    tokens, placed = context.images.place(tokens, [images[place] for place in places_of(shown)])
+    return Conversation(text, tokens, placed)
 
 
 def render_conversation(
@@ -90,7 +111,7 @@ def render_conversation(
     continue_final_message: bool = False,
 ) -> str:
     """Render a chat as `encode_conversation` does."""
-    plain = [plain_message(message, context.need_tokenizer()) for message in messages]
+    plain, _ = plain_messages(context, messages)
     values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
     return render_plain(context, plain, tools, values, is_continued=continue_final_message)
 
@@ -139,11 +160,44 @@ def plain_tool(tool: Tool) -> dict[str, Any]:
     }
 
 
-def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A message in the template's form: one text, and the arguments of calls as objects."""
-    content = message.refusal if message.content is None else message.content
+def plain_messages(context: Context, messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[Image]]:
+    """Messages in the template's form, and their images."""
+    tokenizer, is_of_tool, plain = context.need_tokenizer(), False, list[dict[str, Any]]()
+    contents = [message.content for message in messages if isinstance(message.content, list)]
+    images = PromptImages(context, sum(isinstance(part, Picture) for content in contents for part in content))
+    for number, message in enumerate(messages):
+        is_of_tool = message.role == "tool" or (is_of_tool and message.role == "user")
+        plain.append(plain_message(message, tokenizer, images, number, is_of_tool=is_of_tool))
+    return plain, images.found
+
+
+def plain_message(
+    message: ChatMessage,
+    tokenizer: Tokenizer,
+    images: PromptImages | None = None,
+    number: int = 0,
+    *,
+    is_of_tool: bool = False,
+) -> dict[str, Any]:
+    """A message in the template's form: its content as `join_parts`, and the arguments of calls as objects.
+
+    images: reads those of its content
+    number: of the message
+    is_of_tool: it is a tool's result, or follows one
+    """
+    content: Any = message.refusal if message.content is None else message.content
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        parts = list[dict[str, Any]]()
+        for at, part in enumerate(content):
+            if not isinstance(part, Picture):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            assert images is not None, "the message has none"
+            place = part._place or ("messages", f"messages.{number}.content.{at}")
+            if message.role not in ("user", "tool"):
+                raise FieldError(place[0], f"{place[1]}: an image does not go with role={message.role}")
+            parts.append(images.read(GivenImage(*part.given, *place, part.type, part.known, is_of_tool=is_of_tool)))
+        content = join_parts(parts)
     if content is None and message.role not in ("assistant", "tool"):  # these may have nothing to say
         raise FieldError("messages", f"a message of the {message.role} has no content")
     role = message.role

@@ -3,7 +3,8 @@
 stand_ins([{"type": "image_url", "image_url": {"url": "data:…"}}], stand_in)
 # [{"type": "text", "text": "[image: not shown to this model]"}]
 
-They are in what tools return, and stay in the history: to refuse them would end an agent's session.
+They are in what tools return, and stay in the history: to refuse them would end an agent's session. An image that has
+its URL stays: whether a model reads it is known once the request has found its model (`atom.serve.prompt_images`).
 
 read_results(messages, is_result)                # a body's messages, with such texts in the results of tools
 """
@@ -26,10 +27,22 @@ TEXTS = {  # by type of a part that no model here reads: the type of a text in i
 def stand_in(part: Any) -> Any:
     """A text in place of an image or a file, of the type that its API has; any other part unchanged."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXTS or is_image(part):
         return part
     text_type, text = TEXTS[kind]
     return {"type": text_type, "text": text}
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a body is an image that has its URL, or its data."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str()} | str()} | {"type": "input_image", "image_url": str()}:
+            return True
+        case {"type": "image", "source": {"type": "base64", "data": str(), "media_type": str()}}:
+            return True
+        case {"type": "image", "source": {"type": "url", "url": str()}}:
+            return True
+    return False
 
 
 def stand_ins(content: Any, stand_in: Callable[[Any], Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
+from atom.images.reader import ImageReader
 from atom.pair_prompts import PairTemplate
 from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
@@ -98,6 +99,9 @@ class Shared:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+        for each in self.contexts:
+            if each.images is not None:
+                each.images.close()
         if self.traces is not None:
             self.traces.close()
         if self.responses is not None:
@@ -127,6 +131,7 @@ class Context:
         self.shared = Shared(config) if shared is None else shared
         self.shared.contexts.append(self)
         self.served = served
+        self.images = ImageReader(config) if config.reads_images else None  # None: the model reads only text
         self.tokenizer: Tokenizer | None = None  # before `has_tokenizer`, and if the checkpoint has none
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's

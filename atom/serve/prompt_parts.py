@@ -26,7 +26,7 @@ from atom.errors import RequestError
 from atom.runtime.kv.prefix_cache import count_common
 from atom.runtime.types import PrefixHit, RetainedPrefix
 from atom.sampling_params import RETENTION
-from atom.serve.chat_template import Conversation
+from atom.serve.chat_template import Conversation, shown_tokens
 from atom.serve.context import Context
 
 MARK = re.compile("\ufdd2(\\d+)\ufdd3")  # noncharacters of Unicode occur in no text
@@ -127,9 +127,16 @@ def retained_parts(
     return tuple(found)
 
 
+def retained_whole(conversation: Conversation, breakpoints: Mapping[str, float]) -> tuple[RetainedPrefix, ...]:
+    """The whole prompt, kept as long as the longest of its breakpoints; of a prompt with images no part is found."""
+    if not breakpoints:
+        return ()
+    return (RetainedPrefix(len(conversation.tokens), max(breakpoints.values()), RETENTION["priority"].default),)
+
+
 def count_tokens(context: Context, conversation: Conversation, end: int) -> int:
     """The number of a prompt's tokens up to a character; that of its beginning is remembered, since it comes again."""
-    text, tokens = conversation
+    text, tokens = conversation.text, conversation.tokens
     encode = context.need_tokenizer().encode
     if len(text) - end < end // 4:  # few characters are left
         rest = encode(text[end:], add_special_tokens=False)
@@ -159,10 +166,11 @@ def describe_hit(
     """
     decode = context.tokenizer.decode if context.tokenizer is not None else None
     found: dict[str, Any] = {"cached_tokens": hit.num_tokens, "reason": hit.reason, "index": hit.index}
+    tokens = shown_tokens(context, list(tokens[: hit.index + 1]))
     if decode is not None and parts and hit.index < len(tokens):
         found["part"] = name_of(parts, len(decode(tokens[: hit.index], skip_special_tokens=False)))
     for name, token in (("token", hit.token), ("earlier_token", hit.earlier if shows_earlier else None)):
-        if token is not None:
+        if token is not None and token >= 0:  # an image's placeholder is none of the vocabulary
             found[name] = {"id": token} | ({"text": decode([token], skip_special_tokens=False)} if decode else {})
     if hit.seconds is not None:
         found["evicted_at"] = round(time.time() - hit.seconds, 3)

@@ -75,5 +75,7 @@ def _mark_block(block: Block, name: str, marker: Marker, *, is_first: bool) -> B
     if isinstance(block.content, str):
         return block.model_copy(update={"content": marker.mark(block.content, name, is_result=True)})
     *texts, last = block.content
+    if not isinstance(last, TextBlock):
+        return block
     ended = last.model_copy(update={"text": marker.mark(last.text, name, is_result=True)})
     return block.model_copy(update={"content": [*texts, ended]})

@@ -8,7 +8,7 @@ What only Anthropic's servers make and read is taken too, since clients send bac
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, LiteralString, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
 )
 from pydantic_core import PydanticCustomError
@@ -38,6 +39,7 @@ from atom.serve.openai.schema import (
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+SOURCES: LiteralString = "{given} sources of images are not supported here (supported: {known})"
 SHOWN_BLOCKS = ("text", "thinking", "tool_use", "tool_result")  # that a refusal names
 SilentType = Literal["redacted_thinking", "fallback", "mcp_tool_listing"]  # blocks of answers that no model reads
 ServerCallType = Literal["server_tool_use", "mcp_tool_use"]
@@ -51,7 +53,7 @@ ServerResultType = Literal[
     "advisor_tool_result",
     "mcp_tool_result",
 ]
-KNOWN_BLOCKS = (*SHOWN_BLOCKS, *get_args(SilentType), *get_args(ServerCallType), *get_args(ServerResultType))
+KNOWN_BLOCKS = (*SHOWN_BLOCKS, "image", *get_args(SilentType), *get_args(ServerCallType), *get_args(ServerResultType))
 
 
 class CacheControl(Body):
@@ -85,15 +87,39 @@ class ToolUseBlock(Body):
     toolset_name: Word | None = Field(None, description=LABEL)
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Word = Field(description="image/png, image/jpeg, image/webp or image/gif: the data decides")
+    data: Text
+
+
+class URLSource(Body):
+    type: Literal["url"]
+    url: Text = Field(description="data:, or http(s) of a server that serve.image_domains lists")
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource, Discriminator("type"), of_types("base64", "url", fault=SOURCES)]
+    cache_control: CacheControl | None = None
+    _name: str = PrivateAttr("messages")  # the path to it in the body
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        return source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"
+
+
 TextBlocks = List[Annotated[TextBlock, of_types("text")]]
-Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
+ResultBlocks = List[Annotated[TextBlock | ImageBlock, Discriminator("type"), of_types("text", also=("image",))]]
+Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[ResultBlocks, Tag("a-list")], Discriminator(tag_of)]
 
 
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Id
     content: Annotated[Words, BeforeValidator(partial(stand_ins, stand_in=stand_in))] | None = Field(
-        None, description="a text stands in place of an image or a PDF"
+        None, description="a text stands in place of a PDF, and of an image that is not read"
     )
     is_error: bool | None = Field(None, description="the model reads Error: before the content")
     cache_control: CacheControl | None = None
@@ -140,7 +166,14 @@ def of_blocks(block: object) -> object:
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | SilentBlock | ServerCallBlock | ServerResultBlock,
+    TextBlock
+    | ImageBlock
+    | ThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | SilentBlock
+    | ServerCallBlock
+    | ServerResultBlock,
     Discriminator("type"),
     BeforeValidator(of_blocks),
 ]

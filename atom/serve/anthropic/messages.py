@@ -77,7 +77,7 @@ class MessageResponder(Responder):
         prompt, params = self.context.fit(prompt, params)
         user = self._body.metadata.user_id if self._body.metadata else None
         field = "tools" if self._format is None else "output_config.format.schema"
-        options = RequestOptions(retained=retained)
+        options = RequestOptions(retained=retained, images=conversation.images)
         budget = "thinking.budget_tokens"
         return EngineRequest(
             [prompt], [params], user, options, constraint_field=field, budget_field=budget, parts=parts

@@ -13,7 +13,7 @@ the assistant's, the answer continues it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 from atom.runtime.types import RetainedPrefix
 from atom.serve.anthropic.breakpoints import breakpoints_of, mark_texts
 from atom.serve.anthropic.message_schema import (
+    SHOWN_BLOCKS,
     Block,
+    ImageBlock,
     Message,
     ServerCallBlock,
     ServerResultBlock,
@@ -49,11 +51,12 @@ from atom.serve.openai.schema import (
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.output_parser import is_opened
 from atom.serve.output.parsers import ChatParsers
-from atom.serve.prompt_parts import Marker, Part, find_parts, retained_parts
+from atom.serve.prompt_images import GivenImage, PromptImages, join_parts
+from atom.serve.prompt_parts import Marker, Part, find_parts, retained_parts, retained_whole
 from atom.serve.template_variables import SWITCHES, effort_variables
 
 BLOCKS = {  # of each role
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, SilentBlock, ServerCallBlock, ServerResultBlock),
 }
 CALLS, RESULTS = (ToolUseBlock, ServerCallBlock), (ToolResultBlock, ServerResultBlock)
@@ -86,7 +89,9 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     prefill = take_prefill(turns)
     effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
     variables = effort | thinking_variables(context, body, has_reasoning=parsers.has_reasoning)
-    conversation = encode_plain(context, plain_messages(turns), parsers.tools, variables, prefill)
+    images = PromptImages(context, sum(map(count_images, turns)))
+    plain = plain_messages(turns, images)
+    conversation = encode_plain(context, plain, parsers.tools, variables, prefill, images=images.found)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
         fix = "end with a message of the user"
@@ -97,11 +102,14 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     def render(marker: Marker) -> str:
         turns = list(read_turns(mark_texts(body, marker)))
         begun = take_prefill(turns)
-        return render_plain(context, plain_messages(turns), parsers.tools, variables, begun)
+        plain = plain_messages(turns, PromptImages(context, 0))
+        return render_plain(context, plain, parsers.tools, variables, begun)
 
     breakpoints, parts = {}, []
     if isinstance(body, MessagesRequest):
         breakpoints = breakpoints_of(body)
+        if conversation.images:
+            return Prepared(parsers, conversation, [], retained_whole(conversation, breakpoints))
         parts = find_parts(render, conversation.text) if breakpoints or body.explain else []
     return Prepared(parsers, conversation, parts, retained_parts(context, conversation, parts, breakpoints))
 
@@ -179,6 +187,11 @@ def check_blocks(index: int, message: Message) -> None:
     for block in read_blocks(message.content):
         if not isinstance(block, allowed):
             raise FieldError("messages", f"messages.{index}: a {block.type} block does not go with role={message.role}")
+    for at, block in enumerate(read_blocks(message.content)):
+        inside = block.content if isinstance(block, ToolResultBlock) and not isinstance(block.content, str) else ()
+        for image in [block, *(inside or ())]:
+            if isinstance(image, ImageBlock):
+                image._name = f"messages.{index}.content.{at}"
 
 
 def take_prefill(turns: list[Turn]) -> str:
@@ -193,20 +206,32 @@ def take_prefill(turns: list[Turn]) -> str:
     return join(blocks)
 
 
-def plain_messages(turns: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Convert turns to messages for a chat template. FieldError for a result without its call."""
+def count_images(turn: Turn) -> int:
+    """The images of a turn, those in results too."""
+    contents = [block.content for block in turn[1] if isinstance(block, ToolResultBlock)]
+    inside = [block for content in contents if isinstance(content, list) for block in content]
+    return sum(isinstance(block, ImageBlock) for block in [*turn[1], *inside])
+
+
+def plain_messages(turns: Iterable[Turn], images: PromptImages) -> list[dict[str, Any]]:
+    """Convert turns to messages for a chat template. FieldError for a result without its call.
+
+    images: reads those of the turns
+    """
     names: dict[str, str] = {}  # of the tools called so far, by the id of the call
     plain: list[dict[str, Any]] = []
     for role, blocks in turns:
+        follows = any(isinstance(block, RESULTS) for block in blocks)
+        read = partial(read_content, images=images, is_of_tool=follows)
         for is_result, group in groupby(blocks or read_blocks(""), key=lambda block: isinstance(block, RESULTS)):
             part = list(group)
             if is_result:
-                plain += [tool_message(block, names) for block in part if isinstance(block, RESULTS)]
+                plain += [tool_message(block, names, read) for block in part if isinstance(block, RESULTS)]
             elif role == "assistant":
                 plain.append(assistant_message(part))
                 names |= {block.id: block.name for block in part if isinstance(block, CALLS)}
             else:
-                plain.append({"role": role, "content": join(part)})
+                plain.append({"role": role, "content": read(part)})
     return plain
 
 
@@ -223,17 +248,34 @@ def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
     return message
 
 
-def tool_message(block: ToolResultBlock | ServerResultBlock, names: dict[str, str]) -> dict[str, Any]:
+def tool_message(
+    block: ToolResultBlock | ServerResultBlock,
+    names: dict[str, str],
+    read: Callable[[Sequence[Block]], str | list[dict[str, Any]]],
+) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
         fault = f"a tool_result is for {shown(block.tool_use_id)}, but no tool_use before it has this id"
         raise FieldError("messages", fault)
     if isinstance(block, ServerResultBlock):
-        content = readable_text(block.content)
+        content: str | list[dict[str, Any]] = readable_text(block.content)
     else:
-        content = "" if block.content is None else join(read_blocks(block.content))
-    content = f"Error: {content}" if block.is_error else content
+        content = "" if block.content is None else read(read_blocks(block.content))
+    if block.is_error:
+        content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+
+
+def read_content(blocks: Sequence[Block], images: PromptImages, *, is_of_tool: bool) -> str | list[dict[str, Any]]:
+    """A template's content of texts and images."""
+    parts = list[dict[str, Any]]()
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            place = "messages", block._name, block.type, ", ".join(SHOWN_BLOCKS)
+            parts.append(images.read(GivenImage(block.url, None, *place, is_of_tool=is_of_tool)))
+    return join_parts(parts)
 
 
 def join(blocks: Iterable[Block]) -> str:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import json
 
 from atom.runtime.types import Logprobs
-from atom.serve.chat_template import Conversation, encode_conversation, render_conversation
+from atom.serve.chat_template import Conversation, encode_conversation, render_conversation, shown_tokens
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
@@ -26,7 +26,7 @@ from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import ChatParsers
-from atom.serve.prompt_parts import NOWHERE, Located, Marker, find_parts, retained_parts
+from atom.serve.prompt_parts import NOWHERE, Located, Marker, find_parts, retained_parts, retained_whole
 from atom.serve.template_variables import effort_variables
 
 
@@ -63,6 +63,8 @@ def locate(context: Context, body: ChatRequest, parsers: ChatParsers, conversati
     breakpoints = breakpoints_of(body)
     if not breakpoints and not body.explain:
         return NOWHERE
+    if conversation.images:
+        return Located((), retained_whole(conversation, breakpoints))
 
     def render(marker: Marker) -> str:
         return render_conversation(
@@ -99,10 +101,13 @@ class Chat(OpenAIResponder[ChatRequest]):
             continue_final_message=bool(body.continue_final_message),
         )
         self._prompt = conversation.text
+        if conversation.images and body.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "prompt_logprobs: a prompt with images has none")
         params = parsers.constrain(params, conversation.text)
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
         located = locate(context, body, parsers, conversation) if len(prompt) == len(conversation.tokens) else NOWHERE
-        return self.engine_request([prompt], [params], "tools", located)  # a forced call constrains the answer
+        # a forced call constrains the answer
+        return self.engine_request([prompt], [params], "tools", located, conversation.images)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         answer = self._parsers.read(choice.text, self._prompt)
@@ -127,14 +132,17 @@ class Chat(OpenAIResponder[ChatRequest]):
         return fields | {"finish_reason": "tool_calls" if answer.has_whole_calls else finish_reason(choice)}
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": self._prompts[0]} if self.body.return_token_ids else {}
+        ids = {"prompt_token_ids": shown_tokens(self.context, self._prompts[0])} if self.body.return_token_ids else {}
         return super().response_body(choices, usage) | ids
 
     def open(self, active: ActiveResponse) -> Iterable[bytes]:
         super().open(active)
         role, tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', self.tail()
         if self.body.return_token_ids:
-            tail = b'}],"prompt_token_ids":%s%s' % (json.encode(self._prompts[0]), tail.removeprefix(b"}]"))
+            tail = b'}],"prompt_token_ids":%s%s' % (
+                json.encode(shown_tokens(self.context, self._prompts[0])),
+                tail.removeprefix(b"}]"),
+            )
         self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, tail) for each in active.choices]
         self._by_choice = [self._parsers.parser(self._prompt) for _ in active.choices]
         self._held: list[list[Logprobs]] = [[] for _ in active.choices]  # of text that is held back

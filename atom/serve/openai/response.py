@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import json
 
+from atom.images.types import PlacedImage
 from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
@@ -61,14 +62,16 @@ class OpenAIResponder(Responder, Generic[Body]):
         params: list[SamplingParams],
         default_field: str | None = None,
         located: Located = NOWHERE,
+        images: tuple[PlacedImage, ...] = (),
     ) -> EngineRequest:
         """
         default_field: the constraint's field if no field of the body has one
         located: of the only prompt
+        images: of the only prompt
         """
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
         field = default_field if found is None else found.field
-        options = replace(request_options(body), retained=located.retained)
+        options = replace(request_options(body), retained=located.retained, images=images)
         return EngineRequest(
             prompts, params, body.user, options, body.n or 1, field, budget_field(body), parts=located.parts
         )

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
-from atom.serve.chat_template import Conversation, encode_conversation
+from atom.serve.chat_template import Conversation, encode_conversation, shown_tokens
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.http.bodies import Awake, Named, body_route
@@ -44,6 +44,7 @@ from atom.serve.openai.responses_schema import (
     FunctionCall,
     FunctionChoice,
     FunctionTool,
+    InputImage,
     InputText,
     Items,
     Message,
@@ -64,6 +65,7 @@ from atom.serve.openai.schema import (
     NamedFunction,
     NamedTool,
     OtherTool,
+    Picture,
     ReasoningLimit,
     RefusalPart,
     ResponseFormat,
@@ -89,6 +91,7 @@ REPEATED = (
     "user",
 )
 NOT_FOUND = "the response {} is not stored here, or no more, or with another key"
+AnyPart = InputText | RefusalPart | InputImage
 ITEMS: TypeAdapter[Any] = TypeAdapter(Items)
 # our finish reason -> why the response is incomplete; an operator's /sleep aborts what runs
 INCOMPLETE = {"max_tokens": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
@@ -206,13 +209,13 @@ class ResponsesResponder(Responder):
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
         if chat.logprobs:
-            self._tokens = ContentTokens(context.need_tokenizer(), prompt, self._params)
+            self._tokens = ContentTokens(context.need_tokenizer(), shown_tokens(context, prompt), self._params)
         located = locate(context, chat, self._parsers, conversation)
         return EngineRequest(
             [prompt],
             [self._params],
             chat.user,
-            replace(request_options(chat), retained=located.retained),
+            replace(request_options(chat), retained=located.retained, images=conversation.images),
             constraint_field=field,
             budget_field=budget_field(chat),
             parts=located.parts,
@@ -401,16 +404,22 @@ def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
     items = body.input
-    for item in [Message.model_construct(role="user", content=items)] if isinstance(items, str) else items:
-        if isinstance(item, Message) and item.role != "assistant":
+    for number, item in enumerate(
+        [Message.model_construct(role="user", content=items)] if isinstance(items, str) else items
+    ):
+        if isinstance(item, Message | CallOutput):
+            name_pictures(item, number)
+        if isinstance(item, Message) and item.role == "user":
+            messages.append(ChatMessage.model_construct(role="user", content=parts_or_text(item.content)))
+        elif isinstance(item, Message) and item.role != "assistant":
             text, last = join(item.content), messages[-1] if messages else None
-            if item.role != "user" and last is not None and last.role == "system" and len(messages) == 1:
+            if last is not None and last.role == "system" and len(messages) == 1:
                 last.content = f"{last.content}\n\n{text}"  # templates take one system message, in front
             else:
                 messages.append(ChatMessage.model_construct(role=item.role, content=text))
         elif isinstance(item, CallOutput):
-            text = join(item.output)
-            messages.append(ChatMessage.model_construct(role="tool", content=text, tool_call_id=item.call_id))
+            content = parts_or_text(item.output)
+            messages.append(ChatMessage.model_construct(role="tool", content=content, tool_call_id=item.call_id))
         elif not isinstance(item, Reasoning) or item.content:  # another server's reasoning is empty here
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessage.model_construct(role="assistant", content=""))
@@ -437,5 +446,22 @@ def chat_call(item: FunctionCall | CustomCall) -> ChatCall:
     return ChatCall.model_construct(name=name, arguments=item.arguments)
 
 
-def join(content: str | Sequence[InputText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def name_pictures(item: Message | CallOutput, number: int) -> None:
+    """Note where in the body the images of an item are. FieldError for a role that has none."""
+    field, content = ("output", item.output) if isinstance(item, CallOutput) else ("content", item.content)
+    for at, part in enumerate(() if isinstance(content, str) else content):
+        if isinstance(part, Picture):
+            part._place = "input", f"input.{number}.{field}.{at}"
+            if isinstance(item, Message) and item.role != "user":
+                raise FieldError("input", f"{part._place[1]}: an image does not go with role={item.role}")
+
+
+def parts_or_text(content: str | Sequence[AnyPart]) -> str | list[Any]:
+    """A content as a chat has it: its parts if it has images, else its text."""
+    has_images = not isinstance(content, str) and any(isinstance(part, Picture) for part in content)
+    return list(content) if has_images else join(content)
+
+
+def join(content: str | Sequence[AnyPart]) -> str:
+    """The texts of a content."""
+    return content if isinstance(content, str) else "\n".join(p.text for p in content if not isinstance(p, Picture))

@@ -11,7 +11,7 @@ changes nothing, and previous_response_id is refused. conversation, background a
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal, LiteralString
+from typing import Annotated, Any, ClassVar, Literal, LiteralString
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from atom.serve.content import read_results
 from atom.serve.openai.schema import (
     CHOICES,
+    DETAIL,
     HINT,
     LABEL,
     LEFT_OUT,
@@ -26,11 +27,13 @@ from atom.serve.openai.schema import (
     Body,
     Budget,
     Count,
+    Detail,
     Effort,
     JSONObject,
     JSONSchema,
     List,
     OtherTool,
+    Picture,
     Positive,
     RefusalPart,
     Sampling,
@@ -60,7 +63,25 @@ class InputText(Body):
 
 
 TEXTS = ("input_text", "output_text", "reasoning_text")
-TextContent = Annotated[InputText | RefusalPart, Discriminator("type"), of_types(*TEXTS, also=("refusal",))]
+
+
+class InputImage(Picture):
+    known: ClassVar[str] = ", ".join(TEXTS)
+
+    type: Literal["input_image"]
+    image_url: Text = Field(description="data:, or http(s) of a server that serve.image_domains lists")
+    detail: Detail | None = Field(None, description=DETAIL)
+    file_id: Annotated[None, must_be_null("no file is stored here; send image_url with a data: URL")] = None
+    prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
+
+    @property
+    def given(self) -> tuple[str, str | None]:
+        return self.image_url, self.detail
+
+
+TextContent = Annotated[
+    InputText | RefusalPart | InputImage, Discriminator("type"), of_types(*TEXTS, also=("refusal", "input_image"))
+]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
 
 
@@ -99,7 +120,7 @@ class CustomCall(Body):
 class CallOutput(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: Content = Field(description="a text stands in place of an image")
+    output: Content = Field(description="a text stands in place of an image that is not read")
     name: Id | None = Field(None, description=LABEL)
     caller: JSONObject | None = Field(None, description=LABEL)
     id: Id | None = Field(None, description=LABEL)

@@ -13,9 +13,19 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from typing import Annotated, Any, Literal, LiteralString, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from atom.serve.content import read_results
@@ -295,8 +305,50 @@ class RefusalPart(Body):
         return self.refusal
 
 
-TextParts = List[Annotated[TextPart | RefusalPart, Discriminator("type"), of_types("text", also=("refusal",))]]
-Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextParts, Tag("a-list")], Discriminator(tag_of)]
+Detail = Literal["auto", "low", "high", "original"]
+DETAIL = "low makes an image small; others leave its size to the model"
+
+
+class Picture(Body):
+    """An image of a content, in any API."""
+
+    known: ClassVar[str] = "text"  # types of parts that its API reads without images
+    _place: tuple[str, str] | None = PrivateAttr(None)  # field of the body, and path to the part, if not as in a chat
+
+    @property
+    def given(self) -> tuple[str, str | None]:
+        """Its URL, and its detail."""
+        raise NotImplementedError
+
+
+class ImageURL(Body):
+    url: Text = Field(description="data:, or http(s) of a server that serve.image_domains lists")
+    detail: Detail | None = Field(None, description=DETAIL)
+
+
+def url_tag(value: object) -> str:
+    return "a-text" if isinstance(value, str) else "an-object"
+
+
+class ImagePart(Picture):
+    type: Literal["image_url"]
+    image_url: Annotated[Annotated[Text, Tag("a-text")] | Annotated[ImageURL, Tag("an-object")], Discriminator(url_tag)]
+    cache_control: JSONObject | None = Field(None, description=BREAKPOINT)
+    prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
+    uuid: Word | None = Field(None, description=LABEL)  # as vLLM names an image
+
+    @property
+    def given(self) -> tuple[str, str | None]:
+        found = self.image_url
+        return (found, None) if isinstance(found, str) else (found.url, found.detail)
+
+
+Parts = List[
+    Annotated[
+        TextPart | RefusalPart | ImagePart, Discriminator("type"), of_types("text", also=("refusal", "image_url"))
+    ]
+]
+Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[Parts, Tag("a-list")], Discriminator(tag_of)]
 
 
 class FunctionCall(Body):

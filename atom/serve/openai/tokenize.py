@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from atom.serve.chat_template import encode_conversation
+from atom.serve.chat_template import encode_conversation, shown_tokens
 from atom.serve.context import Context
 from atom.serve.http.bodies import Named, body_route
 from atom.serve.http.errors import FieldError, json_response
@@ -40,7 +40,7 @@ def routes(context: Context) -> APIRouter:
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=bool(body.continue_final_message),
             )
-            tokens = (await context.in_thread(encode_chat)).tokens
+            tokens = shown_tokens(context, (await context.in_thread(encode_chat)).tokens)
         else:
             for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
                 if getattr(body, name) is not None:

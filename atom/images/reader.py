@@ -1,0 +1,79 @@
+"""Read the images of a model's prompts: from URLs, files or Pillow's objects to patches.
+
+    reader = ImageReader(config)
+    image = reader.read_url("data:image/png;base64,…", detail="low")        # of a request
+    image = reader.read_local("photo.jpg")                                  # of who runs atom
+    tokens, placed = reader.place(tokens, [image])
+    reader.close()
+
+Each read takes milliseconds to seconds, so do it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atom.config import Config
+from atom.errors import RequestError
+from atom.images.decode import Decoder
+from atom.images.decode_process import as_rgb
+from atom.images.processor import Processor, import_pillow, prepare, processor_of
+from atom.images.prompts import place_images
+from atom.images.sources import SourceLimits, read_file, read_source
+from atom.images.types import Image, PlacedImage
+
+LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
+
+
+class ImageReader:
+    def __init__(self, config: Config) -> None:
+        """ConfigError without Pillow. config: of a model that reads images"""
+        self._vision = config.model.vision
+        self._decoder = Decoder(config.serve.max_image_pixels)
+        self._limits = SourceLimits(tuple(config.serve.image_domains))
+
+    @property
+    def processor(self) -> Processor:
+        """RequestError if nothing in a prompt stands for an image."""
+        assert self._vision is not None, "the model reads images"
+        return processor_of(self._vision)
+
+    def read_url(self, url: str, detail: str | None = None) -> Image:
+        """The image of a data: URL, or of a server on the list. RequestError says what is wrong with it.
+
+        detail: low makes it small, anything else leaves the size to the model's processor
+        """
+        return self._prepare(read_source(url, self._limits), detail)
+
+    def read_local(self, image: Any) -> Image:
+        """An image of Pillow, a NumPy array u8[height, width, 3], or the path of a file. RequestError as `read_url`."""
+        if isinstance(image, str | Path):
+            return self._prepare(read_file(image, self._limits))
+        pillow = import_pillow()
+        try:
+            found = image if isinstance(image, pillow.Image) else pillow.fromarray(np.asarray(image, np.uint8))
+        except (AttributeError, TypeError, ValueError):
+            kind = type(image).__name__
+            raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3] or a path, not {kind}") from None
+        return prepare(np.asarray(as_rgb(found)), self.processor)
+
+    def place(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer."""
+        return place_images(tokens, images, self.processor.token)
+
+    def show(self, tokens: Sequence[int]) -> list[int]:
+        """A prompt's tokens with the image token in place of each placeholder."""
+        token = self.processor.token
+        return [token if each < 0 else each for each in tokens]
+
+    def close(self) -> None:
+        """End the process that decodes."""
+        self._decoder.close()
+
+    def _prepare(self, data: bytes, detail: str | None = None) -> Image:
+        limit = LOW_PIXELS if detail == "low" else None
+        return prepare(self._decoder.decode(data), self.processor, max_pixels=limit)

@@ -1,0 +1,81 @@
+"""Read the images of a conversation while it becomes messages of a chat template.
+
+    images = PromptImages(context, num_given)
+    part = images.read(GivenImage("data:image/png;base64,…", None, "messages", "messages.0.content.1", "image", "text"))
+    images.found                                     # in the order of their reading
+
+A template gets {"type": "image"} in place of an image, and writes the token that stands for it. For a model that reads
+no images, those of tools' results are a text that says so, and others are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from atom.errors import RequestError
+from atom.images.types import Image
+from atom.serve.content import IMAGE
+from atom.serve.context import Context
+from atom.serve.http.errors import FieldError, shown
+
+PLACE = "place"  # field of a template's part: which image of the conversation it is
+
+
+class GivenImage(NamedTuple):
+    """An image as a body has it."""
+
+    url: str
+    detail: str | None
+    field: str  # of the body that has it
+    name: str  # of its part, as a path of the body: messages.0.content.1
+    type: str  # of the part, in its API
+    known: str  # types of parts that the API reads without images
+    is_of_tool: bool = False  # it is in a tool's result, or follows one
+
+
+class PromptImages:
+    def __init__(self, context: Context, num_given: int) -> None:
+        """RequestError if they are too many, with none read."""
+        limit = context.config.serve.max_images
+        if context.images is not None and num_given > limit:
+            raise RequestError(f"a request may have {limit} images (serve.max_images), and this has {num_given}")
+        self._reader = context.images
+        self.found: list[Image] = []
+
+    def read(self, given: GivenImage) -> dict[str, Any]:
+        """The part of a template's content for an image. FieldError if it cannot be read.
+
+        One of a tool's result, that cannot be read, is a text: a client could not take it out of its history.
+        """
+        if self._reader is None:
+            if given.is_of_tool:
+                return {"type": "text", "text": IMAGE}
+            fault = f"{given.type} blocks are not supported here (supported: {given.known})"
+            raise FieldError(given.field, f"{given.name}: {fault}")
+        try:
+            self.found.append(self._reader.read_url(given.url, given.detail))
+        except RequestError as error:
+            if given.is_of_tool:
+                return {"type": "text", "text": IMAGE}
+            raise FieldError(given.field, f"{given.name}: {shown(str(error))}") from None
+        return {"type": "image", PLACE: len(self.found) - 1}
+
+
+def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A template's content of parts: a text if there is no image, with newlines between neighboring texts."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": f"{joined[-1]['text']}\n{part['text']}"}
+        else:
+            joined.append(part)
+    if not joined:
+        return ""
+    return joined if len(joined) > 1 or joined[0]["type"] != "text" else joined[0]["text"]
+
+
+def places_of(messages: list[dict[str, Any]]) -> list[int]:
+    """Which images the messages of a template have, in their order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part[PLACE] for part in parts if part.get("type") == "image"]

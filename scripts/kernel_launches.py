@@ -444,6 +444,7 @@ def _argument(type: Any, rows: int) -> Any:
 def call_the_rest(arch: str) -> None:
     """Call what no step of these models calls."""
     attend(arch)
+    attend_images()
     multiply_by_many_experts(arch)
     expand_adapters()
     recur()
@@ -495,6 +496,17 @@ def attend(arch: str) -> None:
                     attends.NormRopeAttention()(*args, sinks, *scales, **options, eps=1e-6)
                 rope.norm_rope_write(q, k, k, angle, angle, norm, norm, cache, batch, *scales, eps=1e-6)
                 rope.norm_rope(q, k, angle, angle, norm, norm, eps=1e-6)
+
+
+def attend_images() -> None:
+    """By heads of vision towers, of images and of windows."""
+    from atom.kernels.triton.attention.segments import segment_attention
+
+    for dtype, dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 72, 80, 88, 128)):
+        qkv = zeros(600, 3 * 16 * dim, dtype=dtype).view(600, 3, 16, dim)
+        for segments in (2, 40):
+            starts = zeros(segments + 1, dtype=torch.int32)
+            segment_attention(*qkv.unbind(1), starts, scale=0.1)
 
 
 def multiply_by_many_experts(arch: str) -> None:

@@ -30,6 +30,7 @@ from atom.kernels.step import StepKernels
 from atom.kernels.triton.linear.split_blocks import split_blocks
 
 MAX_HEAD_DIM = 512
+MAX_TOWER_DIM = 256  # of heads of a vision tower
 NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
@@ -101,6 +102,12 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
     return accepts_cache(target, *types)
+
+
+def accepts_heads(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
+    """heads of up to 256 dims"""
+    dim = int(q.shape[-1])
+    return None if dim <= MAX_TOWER_DIM else f"heads have {dim} dims, more than {MAX_TOWER_DIM}"
 
 
 def accepts_cache(target: Target, *types: Any, **_attributes: Any) -> str | None:
@@ -258,6 +265,12 @@ def _load_attention(context: LoadContext) -> object:
     return SimpleNamespace(paged_attention=paged, norm_rope_attention=roped)
 
 
+def _load_segments(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import segments
+
+    return segments
+
+
 def _load_latent(context: LoadContext) -> object:
     from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
 
@@ -350,6 +363,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.segment_attention, _load_segments, accepts_heads),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),

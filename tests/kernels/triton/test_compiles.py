@@ -22,7 +22,7 @@ from atom.kernels.triton.step import prepare_inputs
 from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
 from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
-from atom.kernels.triton.attention import rope, shared_prefix
+from atom.kernels.triton.attention import rope, segments, shared_prefix
 from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
 from atom.graph.batch import SharedPrefixes
@@ -60,7 +60,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, delta_net, gated_delta, ssd, shared_prefix):
+               chunks, delta_net, gated_delta, ssd, segments, shared_prefix):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -121,6 +121,9 @@ large, kept = bf16(9, 8, 512), PagedCache(bf16(4, 16, 2, 1, 512), "full")
 half, normed = torch.zeros(9, 256), bf16(512)
 paged.PagedAttention()(large, kept, batch, scale=0.1)
 paged.NormRopeAttention()(large, large[:, :1], large[:, :1], half, half, normed, normed, kept, batch, eps=1e-6, scale=0.1)
+for dim in (72, 128):
+    segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts, scale=0.1)
+    segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts.repeat(9), scale=0.1)
 in_slots = batch._replace(slots=starts[:4])
 causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
 states = torch.zeros(5, 4, 8, 128, 128)
@@ -205,6 +208,7 @@ NAMES = {
     "chunks": "_solve_chunks _pass_state",
     "delta_net": "_gated_delta_gates _gated_delta_norm",
     "ssd": "_ssd",
+    "segments": "_segment_attention",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 

@@ -8,39 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import vision
-from law import assert_greedy_tokens, assert_same_logits
+from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
+from law import assert_same_logits
 from probe import logits_of
-from xxhash import xxh64_intdigest
+from test_host_blocks import load_always
 
-from atom import LLMEngine, SamplingParams
+from atom import LLMEngine
 from atom.config.load import load
 from atom.errors import ConfigError, RequestError
-from atom.images.types import DIGEST_MASK, Image, PlacedImage, placeholder
-from atom.runtime.types import RequestOptions, Sequence
+from atom.runtime.types import RequestOptions
 
-IS_PLACEHOLDER = {7: -100.0, 8: -100.0}  # tokens that transformers takes for images: no answer has them
-GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias=IS_PLACEHOLDER)
-SMALL, LARGE = ((1, 4, 6),), ((1, 4, 6), (1, 6, 10))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """The folder of a tiny model, and transformers' model."""
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def get(name: str, *, again: bool = False) -> tuple[Path, Any]:
-        if name not in made or again:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = folder, vision.save(name, folder)
-        return made[name]
-
-    return get
+__all__ = ["models"]
 
 
 @pytest.fixture
-def open_model(models: Callable[[str], tuple[Path, Any]]) -> Iterator[Callable[..., tuple[LLMEngine, Any]]]:
+def open_model(models: Callable[..., tuple[Path, Any]]) -> Iterator[Callable[..., tuple[LLMEngine, Any]]]:
     """Engines that read images, with a small KV pool, and their references; closed after the test."""
     opened: list[LLMEngine] = []
 
@@ -53,55 +36,6 @@ def open_model(models: Callable[[str], tuple[Path, Any]]) -> Iterator[Callable[.
     yield open
     for engine in opened:
         engine.close()
-
-
-def place(prompt: vision.Prompt) -> tuple[list[int], tuple[PlacedImage, ...]]:
-    """A prompt's tokens with placeholders, and its images."""
-    tokens, placed, at = list(prompt.tokens), list[PlacedImage](), 0
-    sizes = [rows * columns for _, rows, columns in prompt.grids]
-    for grid, count, patches in zip(prompt.grids, prompt.counts, prompt.patches.split(sizes), strict=True):
-        pixels = patches.numpy().tobytes()
-        image = Image(xxh64_intdigest(pixels) & DIGEST_MASK, pixels, (grid,), count)
-        at = tokens.index(vision.IMAGE, at)
-        tokens[at : at + count] = [placeholder(image.digest, row) for row in range(count)]
-        placed.append(PlacedImage(image, at, at + count))
-    return tokens, tuple(placed)
-
-
-def answer(engine: LLMEngine, *prompts: vision.Prompt, params: SamplingParams = GREEDY) -> list[Sequence]:
-    """Answer prompts in one batch."""
-    inner = engine._engine
-    asked = []
-    for prompt in prompts:
-        tokens, images = place(prompt)
-        asked += inner.prepare(tokens, params, RequestOptions(images=images))
-    for sequence in asked:
-        inner.submit([sequence])
-    while inner.has_work:
-        inner.step()
-    return asked
-
-
-def assert_greedy(sequence: Sequence, prompt: vision.Prompt, model: Any) -> None:
-    assert sequence.error is None and len(sequence.output) == sequence.params.max_tokens
-    whole = prompt._replace(tokens=prompt.tokens + sequence.output)
-    logits = logits_like(model, whole)[len(prompt.tokens) - 1 : -1].clone()
-    logits[:, list(IS_PLACEHOLDER)] = logits.min()
-    assert_greedy_tokens(sequence.output, logits)
-
-
-@torch.inference_mode()
-def logits_like(model: Any, prompt: vision.Prompt) -> torch.Tensor:
-    """[T, V] of transformers, which takes no prompt without images as one with them."""
-    if prompt.grids:
-        return vision.logits(model, prompt)
-    made: torch.Tensor = model(torch.tensor([prompt.tokens]), use_cache=False).logits[0]
-    return made
-
-
-def make(model: Any, grids: Any = SMALL, seed: int = 0) -> vision.Prompt:
-    torch.manual_seed(seed)
-    return vision.make_prompt(model, grids)
 
 
 @pytest.mark.parametrize("name", vision.MODELS)
@@ -222,6 +156,28 @@ def test_a_server_reads_images_unless_it_is_told_otherwise(models: Any) -> None:
 def test_a_pool_without_room_for_a_row_is_refused(open_model: Any) -> None:
     with pytest.raises(ConfigError, match=r"serve\.image_memory=100 holds no row of an image, which takes 576"):
         open_model(image_memory=100)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_follow_prompts_with_images(method: str, open_model: Any) -> None:
+    drafted, model = open_model(method=method, block_size=4)
+    plain, _ = open_model(block_size=4)
+    prompts, params = [make(model, LARGE), make(model, SMALL, 1)], replace(GREEDY, logit_bias=None)
+    for one, other in zip(*(answer(engine, *prompts, params=params) for engine in (drafted, plain)), strict=True):
+        assert one.output == other.output
+    assert drafted.metrics.scheduler.num_drafts > 0
+
+
+def test_kv_in_files_outlives_its_images(open_model: Any, tmp_path: Path) -> None:
+    fields = {"block_size": 4, "swap_space": 1 << 22, "kv_cache_dir": str(tmp_path / "kv")}
+    first, model = open_model(**fields)
+    prompt = make(model)
+    answer(first, prompt)
+    first.close()
+    second, _ = open_model(**fields)
+    (sequence,) = answer(load_always(second), prompt)
+    assert_greedy(sequence, prompt, model)
+    assert sequence.num_cached == (len(prompt.tokens) - 1) // 4 * 4 and second.metrics.num_encoded_images == 0
 
 
 def test_images_are_encoded_again_after_a_sleep(open_model: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import vision
 from gpu.steps import FIELDS
+from image_prompts import LARGE, SMALL, answer, assert_greedy, make, models, place
 from law import assert_same_logits
 from probe import logits_of
-from test_images import LARGE, SMALL, answer, assert_greedy, make, models, place
 
 from atom import LLMEngine
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import pytest
 from kinds import full_kind, recurrent_kind
 
+from atom.images.types import Image, PlacedImage, placeholder
 from atom.runtime.kv import explain
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.retention import RetentionLimits
@@ -172,3 +173,14 @@ def test_a_prompt_whose_tokens_are_all_needed_and_a_cache_that_is_off(clock: Clo
     assert scored.hit == PrefixHit(0, "computed_anew", 0)
     off = make_cache(clock, caching=False)
     assert run(off, make(range(9))) == PrefixHit(0, "prefix_caching_off", 0)
+
+
+def test_placeholders_of_images_have_no_text(cache: KVCache) -> None:
+    first, second = (Image(digest << 40, b"", ((1, 2, 4),), 2) for digest in (1, 2))
+    prompts = [
+        make([1, 2, 3, 4, *(placeholder(each.digest, row) for row in (0, 1)), 5, 6, 7]) for each in (first, second)
+    ]
+    for prompt, image in zip(prompts, (first, second), strict=True):
+        prompt.images = (PlacedImage(image, 4, 6),)
+    run(cache, prompts[0])
+    assert start(cache, prompts[1]) == PrefixHit(4, "different_token", 4)

@@ -104,6 +104,14 @@ def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
         assert started is not None and started.slots.tolist() == [*slots, PADDING]
 
 
+def test_a_step_whose_tokens_have_images_runs_outside_the_graphs(graphs: Graphs):
+    shape = next(iter(graphs._mixed))
+    step = StepInput(shape=shape, is_decode=False, packed=shape.pad(PADDING))
+    assert graphs.start(step) is not None
+    step.image_rows = bytearray(np.full(shape.num_tokens, -1, np.int32))
+    assert graphs.start(step) is None
+
+
 def test_a_stage_sends_after_each_replay_and_its_slots_outlive_the_next(graphs: Graphs):
     captured: Any = graphs._decodes[2]
     sent: list[int] = []

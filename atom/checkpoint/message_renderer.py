@@ -133,9 +133,9 @@ def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
             texts.add(mark := f"mark{next(numbers)}")
             message = message | {"content": mark}
         if not calls and isinstance(content, list):
-            own = {at: f"mark{next(numbers)}" for at, part in enumerate(content) if is_text(part)}
-            texts.update(own.values())
-            parts = [part | {"text": own[at]} if at in own else part for at, part in enumerate(content)]
+            marks = {at: f"mark{next(numbers)}" for at, part in enumerate(content) if is_text(part)}
+            texts.update(marks.values())
+            parts = [part | {"text": marks[at]} if at in marks else part for at, part in enumerate(content)]
             message = message | {"content": parts}
         if calls:
             own = [f"mark{next(numbers)}" for _ in calls]

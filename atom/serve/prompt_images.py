@@ -1,6 +1,6 @@
 """Read the images of a conversation while it becomes messages of a chat template.
 
-    images = PromptImages(context, num_given)
+    images = PromptImages(context.images, num_given, max_images)
     part = images.read(GivenImage("data:image/png;base64,…", None, "messages", "messages.0.content.1", "image", "text"))
     images.found                                     # in the order of their reading
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from atom.errors import RequestError
+from atom.images.reader import ImageReader
 from atom.images.types import Image
 from atom.serve.content import IMAGE
-from atom.serve.context import Context
 from atom.serve.http.errors import FieldError, shown
 
 PLACE = "place"  # field of a template's part: which image of the conversation it is
@@ -34,12 +34,14 @@ class GivenImage(NamedTuple):
 
 
 class PromptImages:
-    def __init__(self, context: Context, num_given: int) -> None:
-        """RequestError if they are too many, with none read."""
-        limit = context.config.serve.max_images
-        if context.images is not None and num_given > limit:
+    def __init__(self, reader: ImageReader | None = None, num_given: int = 0, limit: int = 0) -> None:
+        """RequestError if they are too many, with none read.
+
+        reader: of the model; None: it reads no images
+        """
+        if reader is not None and num_given > limit:
             raise RequestError(f"a request may have {limit} images (serve.max_images), and this has {num_given}")
-        self._reader = context.images
+        self._reader = reader
         self.found: list[Image] = []
 
     def read(self, given: GivenImage) -> dict[str, Any]:

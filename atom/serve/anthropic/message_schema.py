@@ -112,13 +112,14 @@ class ImageBlock(Body):
 
 TextBlocks = List[Annotated[TextBlock, of_types("text")]]
 ResultBlocks = List[Annotated[TextBlock | ImageBlock, Discriminator("type"), of_types("text", also=("image",))]]
-Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[ResultBlocks, Tag("a-list")], Discriminator(tag_of)]
+Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
+Result = Annotated[Annotated[Text, Tag("a-text")] | Annotated[ResultBlocks, Tag("a-list")], Discriminator(tag_of)]
 
 
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: Annotated[Words, BeforeValidator(partial(stand_ins, stand_in=stand_in))] | None = Field(
+    content: Annotated[Result, BeforeValidator(partial(stand_ins, stand_in=stand_in))] | None = Field(
         None, description="a text stands in place of a PDF, and of an image that is not read"
     )
     is_error: bool | None = Field(None, description="the model reads Error: before the content")

@@ -89,7 +89,7 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     prefill = take_prefill(turns)
     effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
     variables = effort | thinking_variables(context, body, has_reasoning=parsers.has_reasoning)
-    images = PromptImages(context, sum(map(count_images, turns)))
+    images = PromptImages(context.images, sum(map(count_images, turns)), context.config.serve.max_images)
     plain = plain_messages(turns, images)
     conversation = encode_plain(context, plain, parsers.tools, variables, prefill, images=images.found)
     reasoning = context.config.model.reasoning
@@ -102,7 +102,7 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     def render(marker: Marker) -> str:
         turns = list(read_turns(mark_texts(body, marker)))
         begun = take_prefill(turns)
-        plain = plain_messages(turns, PromptImages(context, 0))
+        plain = plain_messages(turns, PromptImages(context.images))
         return render_plain(context, plain, parsers.tools, variables, begun)
 
     breakpoints, parts = {}, []

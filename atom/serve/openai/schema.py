@@ -312,6 +312,7 @@ DETAIL = "low makes an image small; others leave its size to the model"
 class Picture(Body):
     """An image of a content, in any API."""
 
+    type: str
     known: ClassVar[str] = "text"  # types of parts that its API reads without images
     _place: tuple[str, str] | None = PrivateAttr(None)  # field of the body, and path to the part, if not as in a chat
 

@@ -7,6 +7,7 @@ import pytest
 from atom.errors import RequestError
 from atom.serve.anthropic.prompt import plain_messages, read_turns, take_prefill
 from atom.serve.anthropic.schema import CountRequest
+from atom.serve.prompt_images import PromptImages
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
@@ -21,7 +22,7 @@ def convert(*messages: tuple[str, Any], system: Any = None) -> tuple[list[dict[s
     said = [{"role": role, "content": content} for role, content in messages]
     turns = list(read_turns(CountRequest.model_validate({"model": "m", "messages": said, "system": system})))
     prefill = take_prefill(turns)
-    return plain_messages(turns), prefill
+    return plain_messages(turns, PromptImages()), prefill
 
 
 def test_texts_and_blocks_of_text_are_the_same():
@@ -201,7 +202,7 @@ def test_a_reminder_for_one_turn_is_not_read_after_it():
         stays = {"role": "system", "content": "Be kind.", "clear_at": "never", "output_config": {"effort": "low"}}
         messages = [{"role": "user", "content": "a"}, stays, reminder, {"role": "assistant", "content": "b"}, *more]
         body = CountRequest.model_validate({"model": "m", "messages": messages})
-        return [message["content"] for message in plain_messages(read_turns(body))]
+        return [message["content"] for message in plain_messages(read_turns(body), PromptImages())]
 
     assert read() == ["a", "Be kind.\nBe brief.", "b"]
     assert read({"role": "user", "content": "c"}) == ["a", "Be kind.", "b", "c"]

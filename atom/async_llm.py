@@ -38,6 +38,7 @@ from atom.embeddings import (
     similarities,
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
+from atom.images.reader import ImageReader
 from atom.llm import answer
 from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
@@ -46,6 +47,7 @@ from atom.prompts import (
     adapters_of,
     encode_conversations,
     joined_pairs,
+    place_prompt,
     prompt_of,
     prompts_of,
     scored_prompts,
@@ -69,6 +71,7 @@ class AsyncLLMEngine:
         self.config = config = load(engine_overrides(model, fields), config_dirs=config_dirs)
         if config.parallel.replicas > 1 or config.rank > 0:
             raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
+        self._images = ImageReader(config) if config.reads_images else None
         self._inbox = Inbox()
         self._requests: dict[str, _Request] = {}  # of the event loop's side
         self._asked: set[Future[None]] = set()  # what tasks wait for besides these
@@ -96,8 +99,10 @@ class AsyncLLMEngine:
         `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError if the engine has ended.
         """
         params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
-        content, salt = prompt_of(prompt)
-        options = RequestOptions(salt=salt, priority=priority, adapter=adapter)
+        found = prompt_of(prompt)
+        place = partial(place_prompt, found, self._images, self._engine.vocabulary.tokenize)
+        content, images = await asyncio.to_thread(place) if found.images else (found.content, ())
+        options = RequestOptions(salt=found.salt, priority=priority, adapter=adapter, images=images)
         async with self._request(content, params, options, request_id) as request:
             async for output in request.outputs():
                 yield request.describe(output)
@@ -211,6 +216,8 @@ class AsyncLLMEngine:
         """End the engine and all requests."""
         self._inbox.put(None)
         self._thread.join()
+        if self._images is not None:
+            self._images.close()
 
     @asynccontextmanager
     async def _request(

@@ -35,6 +35,7 @@ from atom.embeddings import (
     similarities,
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
+from atom.images.reader import ImageReader
 from atom.measurement.phases import PhaseClock
 from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
@@ -43,6 +44,7 @@ from atom.prompts import (
     adapters_of,
     encode_conversations,
     joined_pairs,
+    place_prompt,
     prompts_of,
     scored_prompts,
 )
@@ -84,6 +86,7 @@ class LLMEngine:
         self.config = config
         self._process = os.getpid()
         self._engine = open_engine(config, progress, clock=clock)
+        self._images = ImageReader(config) if config.reads_images else None
         self._ended: list[Sequence] = []  # ended while generate waited for others
 
     @property
@@ -291,8 +294,9 @@ class LLMEngine:
         names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
-                options = RequestOptions(salt=prompt.salt, adapter=name)
-                prepared.append(self._engine.prepare(prompt.content, one, options))
+                content, images = place_prompt(prompt, self._images, self._engine.vocabulary.tokenize)
+                options = RequestOptions(salt=prompt.salt, adapter=name, images=images)
+                prepared.append(self._engine.prepare(content, one, options))
             except RequestError as error:
                 raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
         return [self._engine.submit(sequences, stream_callback) for sequences in prepared]
@@ -368,6 +372,8 @@ class LLMEngine:
         """Free the memory; a closed engine raises EngineDeadError."""
         if not isinstance(self._engine, _Closed):
             self._engine.close()
+            if self._images is not None:
+                self._images.close()
         self._engine = _Closed()  # type: ignore[assignment]
         if self.config.device != "cpu":
             gc.collect()  # the engine's parts reference each other

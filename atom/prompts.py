@@ -2,21 +2,27 @@
 
 prompts_of("Hello")                                              # [SaltedPrompt("Hello")]
 prompts_of([{"prompt_token_ids": [1, 2], "cache_salt": "me"}])   # [SaltedPrompt([1, 2], b"me")]
+prompts_of({"prompt": "<image>What is it?", "multi_modal_data": {"image": "photo.jpg"}})
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
 from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
+from atom.images.reader import ImageReader
+from atom.images.types import PlacedImage
 from atom.pair_prompts import PairTemplate
 
 Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 SALT_KEY = "cache_salt"  # a text: prompts of different salts share no cached prefix
+IMAGES_KEY = "multi_modal_data"  # {"image": one or a list}: of Pillow, an array u8[h, w, 3], a path, or a URL
+KEYS = (*PROMPT_KEYS, SALT_KEY, IMAGES_KEY)
+IMAGE_PARTS = ("image_url", "image_pil", "image")  # types of parts, and of the field that has the image
 
 
 class SaltedPrompt(NamedTuple):
@@ -24,6 +30,7 @@ class SaltedPrompt(NamedTuple):
 
     content: Any  # a text or token ids, checked by the engine
     salt: bytes = b""  # of prefix caches
+    images: tuple[Any, ...] = ()  # as they were given
 
 
 def is_message(given: Any) -> bool:
@@ -39,8 +46,11 @@ def encode_conversations(
     continue_final_message: bool,
     tools: list[dict[str, Any]] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
-) -> list[list[int]]:
-    """The token ids of a conversation, or of each of a list; the arguments are those of `LLMEngine.chat`."""
+) -> list[Prompt]:
+    """The prompt of a conversation, or of each of a list; the arguments are those of `LLMEngine.chat`.
+
+    It is its token ids, with images a mapping that has them and the images.
+    """
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message=True needs add_generation_prompt=False")
     if tokenizer is None:
@@ -56,7 +66,48 @@ def encode_conversations(
         if not isinstance(each, list | tuple) or not each or not all(map(is_message, each)):
             raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
     values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
-    return [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
+    return [encode_conversation(tokenizer, each, continue_final_message, values) for each in conversations]
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: Any, is_continued: bool, values: dict[str, Any]) -> Prompt:
+    """The prompt of one conversation; the template gets {"type": "image"} for each of its images."""
+    images, shown, plain = list[Any](), list[dict[str, Any]](), list[Any]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            message = message | {"content": [take_image(part, images) for part in content]}
+        plain.append(message)
+    _, tokens = tokenizer.prepare_chat(plain, is_continued=is_continued, shown=shown.extend, **values)
+    if not images:
+        return tokens
+    contents = [message["content"] for message in shown if isinstance(message.get("content"), list)]
+    places = [part["place"] for content in contents for part in content if part.get("type") == "image"]
+    return {"prompt_token_ids": tokens, IMAGES_KEY: {"image": [images[place] for place in places]}}
+
+
+def take_image(part: Any, images: list[Any]) -> Any:
+    """The part of a template's content in place of one with an image, which is added to the list; others unchanged."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in IMAGE_PARTS:
+        return part
+    given = next((part[name] for name in (kind, "image", "url", "path") if part.get(name) is not None), None)
+    images.append(given["url"] if isinstance(given, Mapping) and "url" in given else given)
+    return {"type": "image", "place": len(images) - 1}
+
+
+def place_prompt(
+    prompt: SaltedPrompt, reader: ImageReader | None, tokenize: Callable[[Any], list[int]]
+) -> tuple[Any, tuple[PlacedImage, ...]]:
+    """What an engine takes of a prompt: its content, and its images. RequestError if they cannot be read.
+
+    reader: of the model; None: it reads no images
+    """
+    if not prompt.images:
+        return prompt.content, ()
+    if reader is None:
+        raise RequestError("multi_modal_data: this model reads no images; a model with a tower needs serve.images=true")
+    images = [reader.read_local(each) for each in prompt.images]
+    return reader.place(tokenize(prompt.content), images)
 
 
 def scored_prompts(
@@ -119,11 +170,22 @@ def prompt_of(given: Any) -> SaltedPrompt:
         raise RequestError(
             "'input_ids' is not a key of a prompt; give only the input_ids, a list of token ids a prompt"
         )
-    if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
-        raise RequestError(f"{wrong[0]!r} is not a key of a prompt (supported: {', '.join((*PROMPT_KEYS, SALT_KEY))})")
+    if wrong := [key for key in given if key not in KEYS]:
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt (supported: {', '.join(KEYS)})")
     if len(contents) != 1:
         raise RequestError(f"a prompt has {len(contents)} of the keys {', '.join(PROMPT_KEYS)}; give one")
     salt = given.get(SALT_KEY)
     if not (salt is None or (isinstance(salt, str) and salt)):
         raise RequestError(f"{SALT_KEY} is {salt!r}; give a text that is not empty, or leave it out")
-    return SaltedPrompt(contents[0], (salt or "").encode())
+    return SaltedPrompt(contents[0], (salt or "").encode(), images_of(given.get(IMAGES_KEY)))
+
+
+def images_of(given: Any) -> tuple[Any, ...]:
+    """The images of multi_modal_data. RequestError if it has anything else."""
+    if given is None or given == {}:
+        return ()
+    if not isinstance(given, Mapping) or (wrong := [key for key in given if key != "image"]):
+        found = repr(wrong[0]) if isinstance(given, Mapping) else repr(given)
+        raise RequestError(f"{IMAGES_KEY} has {found:.100}; give {{'image': one or a list}}")
+    found = given["image"]
+    return tuple(found) if isinstance(found, list | tuple) else (found,)

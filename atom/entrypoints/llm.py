@@ -25,7 +25,7 @@ from atom.entrypoints.refused_flags import refusal_of
 from atom.entrypoints.vllm_args import VLLMArgs, spell_flag
 from atom.errors import ConfigError, RequestError, UnsupportedError
 from atom.llm import LLMEngine
-from atom.prompts import Prompt, encode_conversations, prompts_of
+from atom.prompts import Prompt, encode_conversations, prompt_of, prompts_of
 from atom.runtime.types import Logprobs, openai_reason
 from atom.runtime.types import Sequence as EngineSequence
 from atom.sampling_params import SamplingParams
@@ -170,7 +170,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        texts = [self._decode(ids) for ids in encoded]
+        texts = [self._decode(prompt_of(each).content) for each in encoded]
         return self._answer(encoded, texts, sampling_params, use_tqdm, lora_request)
 
     def embed(

@@ -27,6 +27,7 @@ from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage
 
 LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
+URLS = ("data:", "http://", "https://")  # how they begin
 
 
 class ImageReader:
@@ -50,7 +51,9 @@ class ImageReader:
         return self._prepare(read_source(url, self._limits), detail)
 
     def read_local(self, image: Any) -> Image:
-        """An image of Pillow, a NumPy array u8[height, width, 3], or the path of a file. RequestError as `read_url`."""
+        """An image of Pillow, an array u8[h, w, 3], the path of a file, or a URL. RequestError as `read_url`."""
+        if isinstance(image, str) and image.startswith(URLS):
+            return self.read_url(image)
         if isinstance(image, str | Path):
             return self._prepare(read_file(image, self._limits))
         pillow = import_pillow()

@@ -19,8 +19,10 @@ from atom.kernels.triton.compile.piece_compiler import TritonCompiler
 MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at once
 
 
-def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> str | None:
+def accepts(target: Target, first: Type, *types: Any, **_attributes: Any) -> str | None:
     """rows of a fixed size"""
+    if isinstance((first.shape or ("",))[0], int):  # a table, which rows choose from
+        first = next((each for each in types if isinstance(each, Type)), first)
     rows, *dims = first.shape or (1,)
     if not isinstance(rows, str) or any(isinstance(dim, str) for dim in dims):
         return f"{first} is not of rows of a fixed size"

@@ -25,7 +25,7 @@ from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, gpu_kernel, kinds_in
+from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, gpu_kernel, kinds_in, on_device
 from atom.kernels.step import StepKernels
 from atom.kernels.triton.linear.split_blocks import split_blocks
 
@@ -354,6 +354,10 @@ def _linear(op: Op) -> Kernel:
     return _kernel(op, _load_linears, accepts_linear, packed=kinds, **options)
 
 
+def _by_torch(op: Op) -> Kernel:
+    return Kernel(op, "triton", on_device("cuda"), lambda _: op.body)
+
+
 layout_of_linears = kinds_in(SPLIT, TYPES)
 KERNELS: tuple[Kernel, ...] = (
     *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
@@ -380,6 +384,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.expand_lora, _load_lora, accepts_lora),
     _kernel(ops.grouped_lora, _load_lora),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED),
+    *map(_by_torch, (ops.fold_rows, ops.join)),  # a view, and one copy of the rows of images
 )
 
 BACKEND = Backend(

@@ -12,6 +12,7 @@ op gives is rounded to its dtype wherever the op's body rounds; in between numbe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from textwrap import indent
@@ -400,6 +401,58 @@ class _Kernel:
             scale += f" * tl.exp({logarithm})" if is_power else f" * (1.0 + {logarithm})"
         return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")
 
+    def _rotary_sections(self, node: Node, at: At, tile: _Tile) -> str:
+        call = call_of(node)
+        (positions, freqs), sections, column = call.args, call.kwargs["sections"], at[-1]
+        key = "angles", call, at, tile
+        if key not in self._values:
+            axis = "0"
+            for number, size in tuple(enumerate(sections))[1:]:
+                turn = f"({column} % {len(sections)} == {number}) & ({column} < {len(sections) * size})"
+                own = turn if call.kwargs.get("interleaved", False) else f"{column} >= {sum(sections[:number])}"
+                axis = f"tl.where({own}, {number}, {axis})"
+            position = self._value(positions, (self._assign("axis", axis),), tile)
+            freq = self._value(freqs, (_divide(column, int(_type(freqs).shape[0]))[1],), tile)
+            self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
+        trig, scale = ("cos", "sin")[node.args[1]], float(call.kwargs.get("scale", 1.0))
+        return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")
+
+    def _place_rows(self, node: Node, at: At, tile: _Tile) -> str:
+        x, rows, encoded = node.args
+        value, row = self._value(x, at, tile), self._value(rows, at[:-1], tile)
+        self._loaded.add(encoded)
+        stride, step = _strides(encoded)
+        column = _plus(at[-1], int(node.kwargs.get("part", 0)) * _dims(x)[-1])
+        masks = [f"({row} >= 0)", *([f"({tile.mask})"] if tile.mask else [])]  # text reads no row
+        loads = [f"{encoded.name} + {row} * {stride} + {column} * {step}", f"mask={' & '.join(masks)}", "other=0.0"]
+        placed = self._assign("placed", f"{_call('tl.load', loads)}.to(tl.float32)")
+        total = f"{value} + {placed}" if node.kwargs.get("adds", False) else placed
+        return self._rounded(node, f"tl.where({row} >= 0, {total}, {value})")
+
+    def _interpolate_table(self, node: Node, at: At, tile: _Tile) -> str:
+        (table, places), side = node.args, int(node.kwargs["side"])
+        rows, columns = (self._taps(places, axis, side) for axis in (0, 1))
+        terms = [
+            f"{self._value(table, (f'({row} * {side} + {column})', at[-1]), tile)} * ({share} * {other})"
+            for (row, share), (column, other) in itertools.product(rows, columns)
+        ]
+        return self._rounded(node, " + ".join(terms))
+
+    def _taps(self, places: Node, axis: int, side: int) -> list[tuple[str, str]]:
+        """The two entries of one axis of a table that a patch lies between, and their shares."""
+        position, size = (self._value(places, (number,), SCALAR) for number in (axis, axis + 2))
+        scaled = f"{position}.to(tl.float32) * {side - 1} / tl.maximum({size} - 1, 1).to(tl.float32)"
+        place = self._assign("place", scaled)
+        low = self._assign("low", f"{place}.to(tl.int64)")
+        share = self._assign("share", f"{place} - {low}.to(tl.float32)")
+        return [(low, f"(1.0 - {share})"), (self._assign("high", f"tl.minimum({low} + 1, {side - 1})"), share)]
+
+    def _normalize_pixels(self, node: Node, at: At, tile: _Tile) -> str:
+        (patches,), mean, std = node.args, node.kwargs["mean"], node.kwargs["std"]
+        channel, _ = _divide(at[-1], _dims(patches)[-1] // len(mean))
+        shift, size = (_pick([float(each) for each in numbers], channel) for numbers in (mean, std))
+        return self._rounded(node, f"({self._value(patches, at, tile)}.to(tl.float32) - {shift}) / {size}")
+
     def _rope(self, node: Node, at: At, tile: _Tile) -> str:
         x, cos, sin = node.args
         *head, column = at
@@ -437,7 +490,11 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.split_heads: _Kernel._split_heads,
     ops.merge_heads: _Kernel._merge_heads,
     ops.rotary: _Kernel._rotary,
+    ops.rotary_sections: _Kernel._rotary_sections,
     ops.rope: _Kernel._rope,
+    ops.place_rows: _Kernel._place_rows,
+    ops.normalize_pixels: _Kernel._normalize_pixels,
+    ops.interpolate_table: _Kernel._interpolate_table,
 }
 
 
@@ -522,6 +579,15 @@ def _divide(index: Index, by: int) -> tuple[Index, Index]:
     if isinstance(index, int):
         return divmod(index, by)
     return f"({index} // {by})", f"({index} % {by})"
+
+
+def _pick(numbers: Sequence[float], index: Index) -> str:
+    """The number of this index, as Triton's expression."""
+    picked = str(numbers[-1])
+    for place, number in reversed(tuple(enumerate(numbers[:-1]))):
+        if str(number) != picked:
+            picked = f"tl.where({index} == {place}, {number}, {picked})"
+    return picked
 
 
 def _unflatten(index: Index, dims: Sequence[int]) -> At:

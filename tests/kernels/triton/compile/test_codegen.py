@@ -230,6 +230,23 @@ def piece(x0: {0}[A, 46]):
     gated_activate = generated.gated_activate(x0, kind="swigluoai", limit=1.5, alpha=1.702)
     return gated_activate
 """,
+    "rows of images among tokens": """\
+def piece(x0: i64[A], x1: i32[A], x2: {0}[B, 96], x3: i64[A, 3], w0: {0}[101, 48], w1: {0}[48], w2: fp32[8]):
+    embedding = generated.embedding(x0, w0)
+    place_rows = generated.place_rows(embedding, x1, x2)
+    rms_norm = generated.rms_norm(place_rows, w1, eps=1e-05)
+    place_rows_1 = generated.place_rows(rms_norm, x1, x2, part=1, adds=True)
+    rotary_sections, rotary_sections_1 = generated.rotary_sections(x3, w2, sections=[4, 2, 2], interleaved=True)
+    rotary_sections_2, rotary_sections_3 = generated.rotary_sections(x3, w2, sections=[3, 4, 1], scale=1.5)
+    return place_rows, place_rows_1, rotary_sections, rotary_sections_1, rotary_sections_2, rotary_sections_3
+""",
+    "pixels and where they are": """\
+def piece(x0: u8[A, 30], x1: i64[A, 4], w0: fp32[5], w1: {0}[36, 20]):
+    normalize_pixels = generated.normalize_pixels(x0, mean=[1.0, 2.5, 2.5], std=[3.0, 3.0, 0.5], dtype="{0}")
+    rotary_sections, rotary_sections_1 = generated.rotary_sections(x1, w0, sections=[5, 5])
+    interpolate_table = generated.interpolate_table(w1, x1, side=6)
+    return normalize_pixels, rotary_sections, rotary_sections_1, interpolate_table
+""",
     "rows of one number": """\
 def piece(x0: {0}[A], x1: {0}[A]):
     add = generated.add(x0, x1)
@@ -271,8 +288,12 @@ def inputs_of(text: str, rows: int, device: str) -> dict[str, Tensor]:
         shape = [counts[dim] if isinstance(dim, str) else dim for dim in type.shape]
         tables = [user.args[2] for user in node.users if user.target is ops.scale_by_expert]
         num = min((int(table.meta["type"].shape[0]) for table in tables), default=101)
-        made = torch.randint(num, shape, generator=generator) if type.dtype == "i64" else None
+        lows = {"i64": 0, "u8": 0, "i32": -1}  # a row of images, or none
+        num = counts["B"] if type.dtype == "i32" else num
+        made = torch.randint(lows[type.dtype], num, shape, generator=generator) if type.dtype in lows else None
         made = 2 * torch.randn(shape, generator=generator) if made is None else made
+        if any(user.target is ops.interpolate_table for user in node.users) and type.dtype == "i64":
+            made[:, 2:] += made[:, :2] + 1  # heights and widths, after rows and columns in them
         inputs[node.name] = made.to(TORCH_DTYPES[type.dtype]).to(device)
     return inputs
 

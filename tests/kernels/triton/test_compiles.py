@@ -205,7 +205,7 @@ NAMES = {
     "speculation": "_find _repeat _accept _finish _keep _draw_noise _largest_of_part _best_of_part _best_of_row",
     "causal_conv": "_causal_conv",
     "gated_delta": "_gated_delta",
-    "chunks": "_solve_chunks _pass_state",
+    "chunks": "_score_chunks_by_dim _solve_chunks _solve_chunks_by_dim _pass_state",
     "delta_net": "_gated_delta_gates _gated_delta_norm",
     "ssd": "_ssd",
     "segments": "_segment_attention",

@@ -91,6 +91,20 @@ def qwen3_5(**changes: Any) -> dict[str, Any]:
     return COMMON | named | changes
 
 
+def qwen3_vl(**changes: Any) -> dict[str, Any]:
+    """Two layers, and two of a tower with heads of 72 dims, the first of which gives rows to a layer of the text."""
+    named = {"model_type": "qwen3_vl_text", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                               "mrope_section": [24, 20, 20]}}  # fmt: skip
+    tower = {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 288, "num_heads": 4, "intermediate_size": 512,
+             "out_hidden_size": 1024, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+             "in_channels": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+             "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02}  # fmt: skip
+    text = {key: value for key, value in COMMON.items() if key != "rope_theta"} | named | changes
+    return {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text,
+            "vision_config": tower, "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502,
+            "vision_end_token_id": 503, "tie_word_embeddings": False}  # fmt: skip
+
+
 def nemotron_h(**changes: Any) -> dict[str, Any]:
     """Three layers: Mamba-2, an mlp, and attention."""
     named = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 3,

@@ -35,6 +35,7 @@ from atom.cache import Cache  # noqa: E402
 from atom.cache.files import WEIGHTS  # noqa: E402
 from atom.errors import RequestError  # noqa: E402
 from atom.graph.graph import type_of  # noqa: E402
+from atom.images.types import Image, PlacedImage, placeholder  # noqa: E402
 from atom.runtime.step import prefix_groups  # noqa: E402
 from scripts import smoke_kernels  # noqa: E402
 from scripts.smoke_models import (  # noqa: E402
@@ -49,6 +50,7 @@ from scripts.smoke_models import (  # noqa: E402
     qwen3,
     qwen3_5,
     qwen3_moe,
+    qwen3_vl,
     write_adapter,
     write_checkpoint,
 )
@@ -541,6 +543,43 @@ def sleep(session: Session) -> str:
     return session.compare(Check(session.write(qwen3()), own=own, prepare=fall_asleep))
 
 
+def place_images(grids: Sequence[tuple[int, int]], seed: int, patch_size: int, merge: int) -> Any:
+    """A prompt of random images between runs of text: tokens, and where images are. grids: in patches"""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, placed = draw_prompt(9, seed, 500), list[PlacedImage]()
+    for number, (height, width) in enumerate(grids):
+        pixels = torch.randint(0, 256, (height * width, patch_size), dtype=torch.uint8, generator=generator)
+        num_rows, digest = height * width // merge**2, (1 + seed << 40) + (number << 20)
+        image, start = Image(digest, pixels.numpy().tobytes(), ((1, height, width),), num_rows), len(tokens)
+        tokens += [placeholder(digest, row) for row in range(num_rows)]
+        placed.append(PlacedImage(image, start, len(tokens)))
+        tokens += draw_prompt(5, seed + number, 500)
+    return tokens, tuple(placed)
+
+
+def images(session: Session) -> str:
+    """Chunks that end within images, which are encoded once; then text, of which decodes are captured."""
+    folder = session.write(qwen3_vl(), "serve.images=true")
+    fields: dict[str, Any] = {"images": True, "image_memory": 1 << 24, "max_patches": 2048}
+    engine = session.open(folder, dtype="bf16", **fields, max_num_batched_tokens=128)
+    session.check_kernels(engine)
+    exact, half = (session.reference(folder, dtype, **fields) for dtype in ("fp32", "bf16"))
+    vision, parts = engine.config.model.vision, list[Part]()
+    for seed, grids in enumerate((((32, 34), (2, 2)), ((6, 10),))):
+        tokens, placed = place_images(grids, seed, vision.patch_size, vision.merge)
+        ours = logits_of(engine, tokens, placed).float()
+        with session.timed("CPU"):
+            wanted, theirs = (logits_of(each, tokens, placed).float() for each in (exact, half))
+        for first in range(0, len(tokens), PART):
+            some = slice(first, first + PART)
+            parts.append(Part(f"prompt of {len(tokens)} from {first} on", ours[some], wanted[some], theirs[some]))
+    num_encoded = engine.metrics.num_encoded_images
+    assert num_encoded == 3, f"{num_encoded} encodings of 3 images"
+    for prompts in make_batches(500):
+        parts += session.compare_answers(engine, exact, half, prompts)
+    return judge(parts)
+
+
 def level_0(session: Session) -> str:
     folder = session.write(qwen3_moe(hidden_size=256, intermediate_size=256, moe_intermediate_size=128))
     return session.compare(Check(folder, (100,), dtype="fp32", level=0))
@@ -584,6 +623,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "mtp": mtp,
     "delta-rule-mtp": delta_rule_mtp,
     "lora": lora,
+    "images": images,
     "grammar": grammar,
     "sleep": sleep,
     "level-0": level_0,

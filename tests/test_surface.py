@@ -120,14 +120,11 @@ model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
 model.gguf: architecture weights interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
-model.vision: channels patch frames mean std min_pixels max_pixels resample token patch_bias table_side hidden layers layer_types merge
-model.vision: merge_activation out deepstack weights
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching cache_retention_share state_memory state_interval enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize classifier_from_token
-serve: images
 serve: scheduler_delay_factor max_itl_ms method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob torch_profiler_dir profiler_more
-serve: images image_memory max_patches
+serve: images image_memory max_patches max_images max_image_pixels image_domains
 serve: models max_awake spare_engine idle_sleep_seconds idle_sleep_level
 serve: cpu_offload_params enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
@@ -318,8 +315,6 @@ def test_the_fields_of_sampling_params_and_their_defaults():
 
 def test_the_keys_of_the_configuration():
     frozen = [line.partition(":")[::2] for line in CONFIG.strip().splitlines()]
-    shared = ("model.norm", "model.attention", "model.mlp.0")  # which layers of a vision tower have, too
-    frozen += [(at.replace("model", "model.vision"), names) for at, names in frozen if at.startswith(shared)]
     expected = {f"{at}.{name}".lstrip(".") for at, names in frozen for name in names.split()}
     assert set(keys(Config)) == expected
 
@@ -370,7 +365,7 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    extras = "amd bench cuda dev otel ray signatures structured sweeps vllm"
+    extras = "amd bench cuda dev images otel ray signatures structured sweeps vllm"
     assert set(project["project"]["optional-dependencies"]) == set(extras.split())
     assert project["project"]["entry-points"] == {
         "vllm.general_plugins": {"atom": "atom.plugin.vllm:register_model"},

@@ -1,4 +1,4 @@
-"""Open what an engine needs for the images of its requests: a pool of rows, and who plans, sends and checks them."""
+"""Open what an engine needs for the images of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the inputs of the program VISION of images: patches, their places, where segments start.
+"""Make the inputs of an encoder: patches, places, starts of segments.
 
     inputs, order = encoder_inputs(images, vision=config.model.vision)
     inputs["patches"]           # u8[P, F], of all images

@@ -1,4 +1,4 @@
-"""Read the images of a model's prompts: from URLs, files or Pillow's objects to patches.
+"""Read the images of prompts: URLs, files or Pillow's objects.
 
     reader = ImageReader(config)
     image = reader.read_url("data:image/png;base64,…", detail="low")        # of a request

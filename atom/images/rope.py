@@ -1,4 +1,4 @@
-"""Positions of tokens in time, row and column, for a rope with sections (Wang et al. 2024, M-RoPE).
+"""Positions in time, row and column (Wang et al. 2024, M-RoPE).
 
     positions, delta = rope_positions(len(prompt), images, merge=2)     # i32[3, L]
     position_of_answer = index + delta                                  # in all three

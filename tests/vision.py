@@ -8,6 +8,7 @@ logits = vision.logits(model, prompt)           # [T, V] at every position
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atom.images.types import Image
+
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2, "num_experts": 6}
 QWEN3: dict[str, Any] = {"depth": 4, "hidden_size": 24, "num_heads": 3, "intermediate_size": 36, "out_hidden_size": 48,
                          "patch_size": 4, "num_position_embeddings": 25}  # fmt: skip
-DEEP = {**QWEN3, "deepstack_visual_indexes": [0, 2]}
+DEEP = {**QWEN3, "hidden_size": 32, "num_heads": 4, "deepstack_visual_indexes": [0, 2]}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
          "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 24,
          "rope_parameters": {**MROPE, "mrope_section": [3, 2, 1], "partial_rotary_factor": 0.5}}  # fmt: skip
@@ -31,6 +34,19 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_c
     "Qwen3_5": (DELTA, QWEN3),
     "Qwen3_5Moe": ({**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}, QWEN3),
 }
+QWEN2 = {"depth": 3, "num_heads": 3, "patch_size": 4}
+WINDOWS = {
+    "hidden_size": 24,
+    "out_hidden_size": 48,
+    "intermediate_size": 34,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+MODELS |= {
+    "Qwen2VL": ({"rope_parameters": MROPE}, {**QWEN2, "embed_dim": 24, "hidden_size": 48, "mlp_ratio": 2}),
+    "Qwen2_5_VL": ({"rope_parameters": MROPE}, {**QWEN2, **WINDOWS}),
+}
+PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
 IMAGE = 7  # the token of a placeholder
 GRIDS = ((1, 4, 6), (1, 2, 2), (1, 6, 10))  # frames, rows and columns of images in patches
 
@@ -66,6 +82,12 @@ class Prompt(NamedTuple):
         return sizes.cumsum(0).int()
 
     @property
+    def images(self) -> list[Image]:
+        sizes = [frames * rows * columns for frames, rows, columns in self.grids]
+        parts = zip(self.patches.split(sizes), self.grids, self.counts, strict=True)
+        return [Image(0, patches.numpy().tobytes(), (grid,), count) for patches, grid, count in parts]
+
+    @property
     def rows(self) -> Tensor:
         """i32[T]: the row of each token."""
         is_image = torch.tensor(self.tokens) == IMAGE
@@ -91,6 +113,7 @@ def save(name: str, folder: Path, **text: Any) -> Any:
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(folder, save_original_format=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     if name == "Qwen3VLMoe":  # the hub has experts as [E, in, out], which transformers 5 reads and does not save
         stored = load_file(folder / "model.safetensors")
         save_file(
@@ -114,7 +137,10 @@ def make_prompt(model: Any, grids: tuple[tuple[int, int, int], ...] = GRIDS) -> 
 
 
 def pixels_of(prompt: Prompt) -> Tensor:
-    return prompt.patches.float() / 127.5 - 1
+    """As a processor of transformers gives them, with the numbers of PROCESSOR."""
+    mean, deviation = (torch.tensor(PROCESSOR[name]).view(3, 1) for name in ("image_mean", "image_std"))
+    by_channel = prompt.patches.float().view(len(prompt.patches), 3, -1) / 255
+    return ((by_channel - mean) / deviation).flatten(1)
 
 
 @torch.inference_mode()

@@ -189,7 +189,7 @@ class MLPConfig:
     widths: list[int] | None = None  # gated, plain: by layer, in place of width; null: all have that
     sparsity: list[float] | None = None  # gated: by layer, the share of a gate's columns that become 0; 0, null: none
     activation: str = one_of(
-        "silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "swiglustep", "xielu"
+        "silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "swigluoai", "swiglustep", "xielu"
     )  # relu2: relu²; swiglustep: silu, whose result is clamped by limit
     limit: float | None = number(None, 0, above=True)  # gate and up are clamped to it; null: not, for swigluoai to 7
     limits: list[float | None] | None = None  # by layer, in place of limit; 0, null: not clamped
@@ -447,6 +447,7 @@ class VisionConfig:
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
     layers: int = number(0, 0, MAX_LAYERS)
     layer_types: list[str] | None = None  # full_attention: to the image, sliding_attention: to a window; null: all full
+    window: int | None = number(None, 1, INT32)  # side of the square of rows that are a window
     norm: str = one_of("layer", "rms")  # layer: with a bias
     eps: float = number(1e-6, 0)  # of norms
     heads: int = number(1, 1, INT32)  # of attention, in which a patch sees all of its image, or of a window
@@ -456,7 +457,7 @@ class VisionConfig:
     mlp: str = one_of("plain", "gated")
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp
-    activation: str = one_of("gelu", "gelu_tanh", "silu")  # of the mlp
+    activation: str = one_of("gelu", "gelu_tanh", "silu", "quick_gelu")  # of the mlp
     merge: int = number(1, 1, 64)  # side of the square of patches whose hidden states become one row
     merge_activation: str = one_of("gelu", "gelu_tanh", "silu")  # between the two linears that make the row
     out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden

@@ -30,7 +30,33 @@ def encoder_inputs(
         "places": np.concatenate([find_places(grid, vision.merge) for grid in grids]),
         "starts": np.array([*accumulate(segments, initial=0)], np.int32),
     }
-    return inputs, np.arange(sum(image.num_rows for image in images))
+    order = np.arange(sum(image.num_rows for image in images))
+    if vision.window is not None:
+        order, sizes = order_by_window(grids, vision.merge, vision.window)
+        num = vision.merge**2  # patches of a row
+        for name in ("patches", "places"):
+            inputs[name] = inputs[name].reshape(len(order), num, -1)[order].reshape(len(order) * num, -1)
+        inputs["window_starts"] = np.array([*accumulate(sizes * num, initial=0)], np.int32)
+    return inputs, order
+
+
+def order_by_window(
+    grids: Sequence[tuple[int, int, int]], merge: int, window: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The rows window by window, those of a window from left to right and from the top, and the rows of each window.
+
+    window: side of a window in rows; those at the right and the bottom of an image may be smaller
+    """
+    orders, sizes, first = [], [], 0
+    for frames, height, width in grids:
+        rows, columns = height // merge, width // merge
+        y, x = np.indices((rows, columns)) // window
+        frame = np.arange(frames)[:, None, None] * y.size  # which has no more windows than rows
+        window_of = (frame + y * columns + x).reshape(-1)
+        orders.append(first + window_of.argsort(kind="stable"))
+        sizes.append(np.unique(window_of, return_counts=True)[1])
+        first += len(window_of)
+    return np.concatenate(orders), np.concatenate(sizes)
 
 
 def find_places(grid: tuple[int, int, int], merge: int) -> npt.NDArray[np.int64]:

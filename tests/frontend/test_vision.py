@@ -10,6 +10,7 @@ import pytest
 import torch
 import vision
 from law import assert_same_logits
+from torch import Tensor
 
 from atom import weights
 from atom.checkpoint import SilentProgress
@@ -18,6 +19,7 @@ from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.graph import Graph, Recipe, interpret, ops, verify
+from atom.images.encoder_inputs import encoder_inputs
 
 
 def load_with_images(folder: Path, *overrides: str) -> Config:
@@ -30,13 +32,23 @@ def read(config: Config, graph: Graph) -> Callable[[Recipe], Any]:
     return weights.load(graph.recipes(), checkpoint, SilentProgress()).__getitem__
 
 
+def interpret_vision(graph: Graph, config: Config, prompt: vision.Prompt, own: Callable[[Recipe], Any]) -> Tensor:
+    """The rows of all images, in their order."""
+    assert config.model.vision is not None
+    inputs, order = encoder_inputs(prompt.images, config.model.vision)
+    named = {node.name: torch.from_numpy(inputs[node.name].copy()) for node in graph.programs["vision"].inputs}
+    made = interpret(graph, "vision", named, own)
+    rows = torch.empty_like(made)
+    rows[order] = made
+    return rows
+
+
 @torch.inference_mode()
 def assert_same_as_transformers(config: Config, model: Any) -> None:
     graph, prompt = semantic_graph(config), vision.make_prompt(model)
     verify(graph, ops.SEMANTIC)
     own = read(config, graph)
-    inputs = {"patches": prompt.patches, "places": prompt.places, "starts": prompt.starts}
-    rows = interpret(graph, "vision", inputs, own)
+    rows = interpret_vision(graph, config, prompt, own)
     assert_same_logits(rows, vision.encode(model, prompt))
     shuffled = torch.randperm(len(rows) + 2)[: len(rows)]  # the host places rows as it likes
     encoded = torch.full((len(rows) + 2, rows.shape[1]), float("nan"))

@@ -42,6 +42,8 @@ def activation(x, KIND: tl.constexpr):
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
     else:
         tl.static_assert(KIND == "relu" or KIND == "relu2")
         y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)

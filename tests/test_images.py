@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import vision
 from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
@@ -17,6 +18,7 @@ from test_host_blocks import load_always
 from atom import LLMEngine
 from atom.config.load import load
 from atom.errors import ConfigError, RequestError
+from atom.images.reader import ImageReader
 from atom.runtime.types import RequestOptions
 
 __all__ = ["models"]
@@ -189,3 +191,11 @@ def test_images_are_encoded_again_after_a_sleep(open_model: Any) -> None:
         engine.sleep(level=2)
         engine.wake_up()
     assert engine.metrics.num_encoded_images == 2
+
+
+def test_a_large_image_is_reduced_to_what_a_step_encodes(models: Any) -> None:
+    folder, _ = models("Qwen3VL")
+    config = load([f"checkpoint={folder}", "device=cpu", "serve.images=true", "serve.max_patches=64"])
+    reader = ImageReader(config)
+    assert 48 <= reader.read_local(np.zeros((300, 400, 3), np.uint8)).num_patches <= 64
+    reader.close()

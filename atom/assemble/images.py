@@ -42,7 +42,7 @@ def open_images(graph: Graph, config: Config) -> EngineImages | None:
     return EngineImages(
         EncodePlanner(pool, config.serve.max_patches),
         StepImages(pool, functools.partial(encoder_inputs, vision=vision)),
-        RequestImages(pool, find_rope),
+        RequestImages(pool, config.serve.max_patches, find_rope),
     )
 
 

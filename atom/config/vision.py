@@ -31,7 +31,7 @@ def choose_images(config: Config) -> bool:
         return False
     try:
         derive_vision(config)
-    except UnsupportedError:  # the text model runs
+    except (ConfigError, UnsupportedError):  # the text model runs
         return False
     return True
 

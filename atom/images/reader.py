@@ -33,7 +33,7 @@ URLS = ("data:", "http://", "https://")  # how they begin
 class ImageReader:
     def __init__(self, config: Config) -> None:
         """ConfigError without Pillow. config: of a model that reads images"""
-        self._vision = config.model.vision
+        self._vision, self._max_patches = config.model.vision, config.serve.max_patches
         self._decoder = Decoder(config.serve.max_image_pixels)
         self._limits = SourceLimits(tuple(config.serve.image_domains))
 
@@ -41,7 +41,9 @@ class ImageReader:
     def processor(self) -> Processor:
         """RequestError if nothing in a prompt stands for an image."""
         assert self._vision is not None, "the model reads images"
-        return processor_of(self._vision)
+        processor = processor_of(self._vision)
+        encoded = self._max_patches * processor.patch**2  # pixels of the largest image that a step encodes
+        return processor._replace(max_pixels=min(processor.max_pixels, encoded))
 
     def read_url(self, url: str, detail: str | None = None) -> Image:
         """The image of a data: URL, or of a server on the list. RequestError says what is wrong with it.

@@ -18,7 +18,7 @@ from atom.runtime.types import Sequence
 
 class EncodePlanner:
     def __init__(self, pool: RowPool, max_patches: int) -> None:
-        """max_patches: that a step encodes; it encodes one larger image by itself"""
+        """max_patches: that a step encodes; no image has more"""
         self._pool, self._max_patches = pool, max_patches
         self.begin()
 
@@ -46,7 +46,7 @@ class EncodePlanner:
         if image.digest in self._needed:
             return True
         num_patches = 0 if image.digest in self._pool else image.num_patches
-        is_too_much = num_patches and self._num_patches and self._num_patches + num_patches > self._max_patches
+        is_too_much = num_patches and self._num_patches + num_patches > self._max_patches
         if is_too_much or self._num_rows + image.num_rows > self._pool.num_rows:
             return False
         self._needed.add(image.digest)

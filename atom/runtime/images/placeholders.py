@@ -33,10 +33,11 @@ def hide_placeholders(tokens: list[int]) -> list[int]:
     return [max(token, 0) for token in tokens]
 
 
-def check_images(prompt: list[int], images: Sequence[PlacedImage], max_rows: int) -> None:
-    """Raise RequestError if the images' placeholders are not those of the prompt, or an image has too many rows.
+def check_images(prompt: list[int], images: Sequence[PlacedImage], max_rows: int, max_patches: int) -> None:
+    """Raise RequestError if the images' placeholders are not those of the prompt, or an image is too large.
 
     max_rows: that there is memory for
+    max_patches: that a step encodes
     """
     last, num_placeholders = 0, 0
     for image, start, stop in images:
@@ -53,6 +54,11 @@ def check_images(prompt: list[int], images: Sequence[PlacedImage], max_rows: int
             raise RequestError(
                 f"an image takes {image.num_rows} tokens, more than the {max_rows} that serve.image_memory holds: "
                 "give a smaller image, or raise serve.image_memory"
+            )
+        if image.num_patches > max_patches:
+            raise RequestError(
+                f"an image has {image.num_patches} patches, more than the {max_patches} that a step encodes: "
+                "give a smaller image, or raise serve.max_patches"
             )
         last, num_placeholders = stop, num_placeholders + len(found)
     if num_placeholders < sum(token < 0 for token in prompt):

@@ -1,6 +1,6 @@
 """RequestImages: the images of an engine's requests.
 
-images = RequestImages(pool, functools.partial(rope_positions, merge=2))
+images = RequestImages(pool, max_patches, functools.partial(rope_positions, merge=2))
 images.check(prompt, options.images)                            # RequestError if they are not the prompt's
 positions, delta = images.find_rope(prompt, options.images)     # of prompts whose rope has sections
 """
@@ -21,16 +21,17 @@ FindRope = Callable[[int, Sequence[PlacedImage]], tuple[npt.NDArray[np.int32], i
 
 
 class RequestImages:
-    def __init__(self, pool: RowPool, find_rope: FindRope | None = None) -> None:
+    def __init__(self, pool: RowPool, max_patches: int, find_rope: FindRope | None = None) -> None:
         """
         pool: of the engine's steps
+        max_patches: that a step encodes
         find_rope: computes rope positions; None: they are the tokens' own
         """
-        self.pool, self._find_rope = pool, find_rope
+        self.pool, self._max_patches, self._find_rope = pool, max_patches, find_rope
 
     def check(self, prompt: list[int], images: Sequence[PlacedImage]) -> None:
-        """Raise RequestError if the images are not those of the prompt's placeholders, or take too many rows."""
-        check_images(prompt, images, self.pool.num_rows)
+        """Raise RequestError if the images are not those of the prompt's placeholders, or one is too large."""
+        check_images(prompt, images, self.pool.num_rows, self._max_patches)
 
     def find_rope(self, prompt: list[int], images: Sequence[PlacedImage]) -> tuple[npt.NDArray[np.int32] | None, int]:
         """The rope positions i32[3, L] up to the end of the last image, None if they are the tokens' own.

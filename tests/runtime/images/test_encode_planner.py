@@ -76,12 +76,6 @@ def test_a_chunk_stops_at_an_image_beyond_the_patches_of_a_step() -> None:
     assert steps.run() == ({"a": 1}, 0)
 
 
-def test_a_step_encodes_one_image_whatever_its_size() -> None:
-    steps = Steps(num_rows=100, max_patches=8)
-    steps.scheduler.add(ask("a", 2, picture(1, 30)))
-    assert steps.run() == ({"a": 32}, 30)
-
-
 def test_an_image_is_encoded_once_for_all_its_chunks_and_prompts() -> None:
     steps, image = Steps(num_rows=100, max_patches=400, max_tokens=8), picture(1, 12)
     steps.scheduler.add(ask("a", 2, image, 3, max_tokens=1))

@@ -36,10 +36,12 @@ def test_images_that_are_not_the_prompts_are_refused(
     prompt: list[int], placed: list[PlacedImage], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
-        check_images(prompt, placed, max_rows=3)
+        check_images(prompt, placed, max_rows=3, max_patches=12)
 
 
-def test_an_image_that_no_pool_holds_is_refused() -> None:
-    check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=3)
+def test_an_image_that_no_step_encodes_or_no_pool_holds_is_refused() -> None:
+    check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=3, max_patches=12)
     with pytest.raises(RequestError, match=r"takes 3 tokens, more than the 2 that serve\.image_memory holds"):
-        check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=2)
+        check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=2, max_patches=12)
+    with pytest.raises(RequestError, match=r"has 12 patches, more than the 11 that a step encodes"):
+        check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=3, max_patches=11)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import http.client
 import ipaddress
 import re
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -124,6 +126,9 @@ def get(parts: SplitResult, limits: SourceLimits, deadline: float, *, must_be_pu
     host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
     connection = http.client.HTTPConnection(host, port)
     sock = connection.sock = connect(host, port, parts.scheme, deadline, must_be_public=must_be_public)
+    watch = threading.Timer(left_of(deadline), cut_off, [sock])  # a timeout of the socket begins anew at each byte
+    watch.daemon = True
+    watch.start()
     try:
         path = parts.path or "/"
         connection.request("GET", f"{path}?{parts.query}" if parts.query else path, headers={"User-Agent": "atom"})
@@ -137,12 +142,22 @@ def get(parts: SplitResult, limits: SourceLimits, deadline: float, *, must_be_pu
             data += chunk
             if len(data) > limits.max_bytes:
                 raise too_large(limits)
-            sock.settimeout(left_of(deadline))
+        left_of(deadline)
         if response.length:
             raise ValueError("the answer ended early")
         return bytes(data)
+    except (OSError, http.client.HTTPException):
+        left_of(deadline)
+        raise
     finally:
+        watch.cancel()
         connection.close()
+
+
+def cut_off(sock: socket.socket) -> None:
+    """End what a connection waits for."""
+    with contextlib.suppress(OSError):  # it has ended
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def connect(host: str, port: int, scheme: str, deadline: float, *, must_be_public: bool) -> socket.socket:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +19,10 @@ HERE = SourceLimits(domains=("localhost",), max_bytes=1000, seconds=30)
 
 
 class Files(BaseHTTPRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # of a client that left
+            super().handle()
+
     def do_GET(self) -> None:
         path, _, rest = self.path.partition("?")
         bodies = {"/a.png": b"abc" + rest.encode(), "/large": b"x" * 1001, "/short": b"ab"}
@@ -24,6 +30,12 @@ class Files(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", rest)
             self.end_headers()
+        elif path == "/slow":
+            self.send_response(200)
+            self.flush_headers()
+            for number in range(100):
+                self.wfile.write(f"X-Part: {number}\r\n".encode())
+                time.sleep(0.05)
         elif path in bodies:
             self.send_response(200)
             self.send_header("Content-Length", str(len(bodies[path]) + (path == "/short")))
@@ -101,6 +113,13 @@ def test_a_listed_server_is_asked(port: int) -> None:
 def test_faults_of_a_listed_server_are_a_line(port: int, path: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         read_source(f"http://localhost:{port}/{path}", HERE)
+
+
+def test_a_server_that_sends_little_by_little_is_left(port: int) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="was not to be had: it took too long"):
+        read_source(f"http://localhost:{port}/slow", HERE._replace(seconds=0.2))
+    assert time.monotonic() - begun < 4, "its headers take 5 s"
 
 
 def test_names_inside_a_domain() -> None:

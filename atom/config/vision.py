@@ -13,6 +13,7 @@ from atom.config.schema import Config, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of processors have
 
 
 def choose_images(config: Config) -> bool:
@@ -64,6 +65,7 @@ def derive_vision(config: Config) -> VisionConfig | None:
     if ("sliding_attention" in (vision.layer_types or ())) != (vision.window is not None):
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
     check_sections(config)
+    check_processor(config, vision)
     check_images(config)
     return replace(vision, out=config.model.hidden)
 
@@ -75,6 +77,25 @@ def check_sections(config: Config) -> None:
         rotated = rope.dims or int((attention.head_dim or config.model.hidden // attention.heads) * rope.partial)
         if rope.sections is not None and sum(rope.sections) != rotated // 2:
             raise ConfigError(f"model.attention.rope.sections={rope.sections} are not of {rotated // 2} frequencies")
+
+
+def check_processor(config: Config, vision: VisionConfig) -> None:
+    """Check that the checkpoint's image processor does what ours does, with the tower's numbers."""
+    ours = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": RESAMPLE[vision.resample],
+        "patch_size": vision.patch,
+        "temporal_patch_size": vision.frames,
+        "merge_size": vision.merge,
+    }
+    stored = config.hf.get("image_processor", {})
+    for key, value in ours.items():
+        if (found := stored.get(key)) not in (None, value):
+            at = f"{config.checkpoint}: {key}={found} of its image processor"
+            raise UnsupportedError(f"{at} is not supported (supported: {value})")
 
 
 def check_images(config: Config) -> None:

@@ -48,7 +48,10 @@ def derive_vision(config: Config) -> VisionConfig | None:
             raise ConfigError(f"{at}.{name}=0: a tower has more; set it")
     if vision.hidden % vision.heads or (vision.rope_theta and vision.hidden // vision.heads % 4):
         into = "heads of a multiple of 4 dims" if vision.rope_theta else "heads"
-        raise ConfigError(f"{at}.hidden={vision.hidden} does not divide into {into}; heads={vision.heads}")
+        raise UnsupportedError(f"{at}.hidden={vision.hidden} does not divide into {into}; heads={vision.heads}")
+    if vision.heads % config.parallel.tensor:
+        ranks = f"does not divide {vision.heads} heads of what encodes images; serve.images=false leaves it out"
+        raise UnsupportedError(f"parallel.tensor={config.parallel.tensor} {ranks}")
     if not len(vision.mean) == len(vision.std) == vision.channels or not all(vision.std):
         raise ConfigError(f"{at}: mean and std have a number for each of its {vision.channels} channels, std none of 0")
     if not all(0 <= layer < vision.layers for layer in vision.deepstack):
@@ -56,7 +59,7 @@ def derive_vision(config: Config) -> VisionConfig | None:
     if len(vision.deepstack) > config.model.layers:
         raise ConfigError(f"{at}.deepstack has {len(vision.deepstack)} layers, the body only {config.model.layers}")
     if vision.out not in (None, config.model.hidden):
-        raise ConfigError(f"{at}.out={vision.out}: hidden states of the body have {config.model.hidden} numbers")
+        raise UnsupportedError(f"{at}.out={vision.out}: hidden states of the body have {config.model.hidden} numbers")
     for kind in vision.layer_types or ():
         if kind not in LAYER_TYPES:
             raise UnsupportedError(f"{at}.layer_types: {kind} is not supported (supported: {', '.join(LAYER_TYPES)})")
@@ -66,7 +69,6 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
     check_sections(config)
     check_processor(config, vision)
-    check_images(config)
     return replace(vision, out=config.model.hidden)
 
 
@@ -76,7 +78,9 @@ def check_sections(config: Config) -> None:
         rope = attention.rope
         rotated = rope.dims or int((attention.head_dim or config.model.hidden // attention.heads) * rope.partial)
         if rope.sections is not None and sum(rope.sections) != rotated // 2:
-            raise ConfigError(f"model.attention.rope.sections={rope.sections} are not of {rotated // 2} frequencies")
+            raise UnsupportedError(
+                f"model.attention.rope.sections={rope.sections} are not of {rotated // 2} frequencies"
+            )
 
 
 def check_processor(config: Config, vision: VisionConfig) -> None:
@@ -96,13 +100,6 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         if (found := stored.get(key)) not in (None, value):
             at = f"{config.checkpoint}: {key}={found} of its image processor"
             raise UnsupportedError(f"{at} is not supported (supported: {value})")
-
-
-def check_images(config: Config) -> None:
-    """Check that nothing is asked for that a body with rows of images does not have."""
-    for name in ("data", "pipeline"):
-        if (ranks := getattr(config.parallel, name)) > 1:
-            raise UnsupportedError(f"serve.images=true: parallel.{name}={ranks} is not supported with images; set 1")
 
 
 def tower_modules(vision: VisionConfig | None) -> frozenset[str]:

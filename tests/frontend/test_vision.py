@@ -14,12 +14,14 @@ from torch import Tensor
 
 from atom import weights
 from atom.checkpoint import SilentProgress
-from atom.compiler import semantic_graph
+from atom.compiler import compile_graph, compile_model, semantic_graph
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
-from atom.graph import Graph, Recipe, interpret, ops, verify
+from atom.errors import AtomError
+from atom.graph import Graph, Mesh, Recipe, interpret, interpret_ranks, ops, show, verify
 from atom.images.encoder_inputs import encoder_inputs
+from atom.runtime.step.program import Bindings, Executable
 
 
 def load_with_images(folder: Path, *overrides: str) -> Config:
@@ -69,3 +71,59 @@ def assert_same_as_transformers(config: Config, model: Any) -> None:
 def test_rows_and_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = vision.save(name, tmp_path)
     assert_same_as_transformers(load_with_images(tmp_path), model)
+
+
+@torch.inference_mode()
+def test_two_ranks_divide_the_heads_of_the_tower(tmp_path: Path) -> None:
+    model = vision.save("Qwen3VL", tmp_path)
+    config, mesh = load_with_images(tmp_path, "parallel.tensor=2", "level=0"), Mesh(2)
+    graph, prompt, checkpoint = compile_graph(config), vision.make_prompt(model), open_for(config, SilentProgress())
+    tensors = [
+        weights.load(graph.recipes(), checkpoint, SilentProgress(), coordinates=mesh.coordinates(rank))
+        for rank in range(2)
+    ]
+    (attention, *_) = (node for node in graph.programs["vision"].nodes if node.target is ops.segment_attention)
+    assert attention.meta["type"].shape[1:] == (2, 8)
+    inputs = {"patches": prompt.patches, "places": prompt.places, "starts": prompt.starts}
+    made = interpret_ranks([graph], "vision", [inputs] * 2, [each.__getitem__ for each in tensors], mesh)
+    for rows in made:
+        assert_same_logits(rows, vision.encode(model, prompt))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_kernels_give_the_rows_of_transformers(level: int, tmp_path: Path) -> None:
+    model = vision.save("Qwen2_5_VL", tmp_path / "model")
+    config = load_with_images(tmp_path / "model", f"level={level}")
+    compiled, prompt = compile_model(config), vision.make_prompt(model)
+    own = weights.load(compiled.graph.recipes(), open_for(config, SilentProgress()), SilentProgress())
+    assert config.model.vision is not None
+    inputs, order = encoder_inputs(prompt.images, config.model.vision)
+    encode = Executable(compiled.graph.programs["vision"], Bindings(own, compiled.code))
+    (made,) = encode({name: torch.from_numpy(each.copy()) for name, each in inputs.items()})
+    assert_same_logits(made, vision.encode(model, prompt)[order])
+
+
+def test_a_tower_is_read_only_if_images_are(tmp_path: Path) -> None:
+    vision.save("Qwen3VL", tmp_path)
+    config = load_with_images(tmp_path, "serve.images=false")
+    graph = semantic_graph(config)
+    assert "vision" not in graph.programs and "rotary_sections" not in show(graph)
+    assert not any(name.startswith("visual") for name in open_for(config, SilentProgress()).tensors)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.vision.deepstack=[4]", "deepstack=.* the tower has 4 layers"),
+        ("model.vision.heads=5", "hidden=32 does not divide into heads of a multiple of 4 dims; heads=5"),
+        ("model.attention.rope.sections=[1,1,1]", "are not of 6 frequencies"),
+        ("model.vision.out=40", "out=40: hidden states of the body have 48 numbers"),
+        ("model.vision.window=2", "window is of layers of type sliding_attention"),
+        ("model=qwen3", "model=qwen3 has no encoder of them"),
+    ],
+)
+def test_what_a_tower_does_not_fit_is_refused(override: str, says: str, tmp_path: Path) -> None:
+    vision.save("Qwen3VL", tmp_path)
+    with pytest.raises(AtomError, match=says):
+        load_with_images(tmp_path, override)

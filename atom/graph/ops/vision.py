@@ -31,9 +31,9 @@ def normalize_pixels(patches: Tensor, *, mean: Sequence[float], std: Sequence[fl
 
     mean, std: by channel, in units of a pixel's 255 levels
     """
-    by_channel = patches.float().view(len(patches), len(mean), -1)
-    shift, factor = (torch.tensor(each, device=patches.device).unsqueeze(-1) for each in (mean, std))
-    return ((by_channel - shift) / factor).flatten(1).to(dtype=getattr(torch, DTYPES[dtype].name))
+    by_channel = patches.float().view(patches.shape[0], len(mean), -1).unbind(1)
+    normalized = [(x - shift) / factor for x, shift, factor in zip(by_channel, mean, std, strict=True)]
+    return torch.cat(normalized, dim=1).to(dtype=getattr(torch, DTYPES[dtype].name))
 
 
 def _segment_attention(q: Type, k: Type, v: Type, starts: Type, *, scale: float) -> Type:
@@ -113,7 +113,7 @@ def rotary_sections(
         F, freqs begin anew.
     interleaved: instead they take turns, and the first has those that are left (Qwen3-VL).
     """
-    freqs = freqs.repeat(sum(sections) // len(freqs))
+    freqs = freqs.repeat(sum(sections) // freqs.shape[0])
     angles, start = positions[:, :1].float() * freqs, 0
     for axis, size in enumerate(sections):
         own = slice(axis, len(sections) * size, len(sections)) if interleaved else slice(start, start + size)

@@ -75,6 +75,8 @@ class _Draw:
         shape = [rows if isinstance(dim, str) else dim for dim in type.shape]
         if type.dtype == "i64":
             return torch.arange(math.prod(shape), device=self._device).view(shape) % 2
+        if type.dtype == "i32":  # rows of another input, -1 for none
+            return torch.arange(math.prod(shape), dtype=torch.int32, device=self._device).view(shape) % 2 - 1
         if type.dtype == "u8":  # a packed weight: two bytes are a bf16 scale, of either sign and about 0.02
             drawn = torch.randint(2, shape, generator=self._generator, device=self._device, dtype=torch.uint8)
             return drawn.mul_(0x80).add_(0x3C)

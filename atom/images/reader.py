@@ -59,12 +59,12 @@ class ImageReader:
         if isinstance(image, str | Path):
             return self._prepare(read_file(image, self._limits))
         pillow = import_pillow()
-        try:
-            found = image if isinstance(image, pillow.Image) else pillow.fromarray(np.asarray(image, np.uint8))
-        except (AttributeError, TypeError, ValueError):
-            kind = type(image).__name__
-            raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3] or a path, not {kind}") from None
-        return prepare(np.asarray(as_rgb(found)), self.processor)
+        if isinstance(image, pillow.Image):
+            return prepare(np.asarray(as_rgb(image)), self.processor)
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
+            return prepare(image, self.processor)
+        kind = type(image).__name__
+        raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3], a path or a URL, not {kind}")
 
     def place(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer."""

@@ -654,6 +654,7 @@ def formed(**changes: Any) -> dict[str, Any]:
     return TALK | TERSE | {"max_tokens": 200, "response_format": form | {"json_schema": form["json_schema"] | changes}}
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.CompletionRequest: generation(COMPLETIONS, COMPLETION)
     | {
@@ -960,6 +961,14 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             says(user([{"type": "text", "text": "a"}])),
             says(user([{"type": "text", "text": "a", "prompt_cache_breakpoint": {"type": "ephemeral"}}])),
         ),
+    },
+    schema.ImagePart: {  # what they do is in test_images.py: this model reads no images
+        name: refuses(TOKENIZE, says(user([PICTURE | {name: 1}])), "messages")
+        for name in ("type", "image_url", "cache_control", "prompt_cache_breakpoint", "uuid")
+    },
+    schema.ImageURL: {
+        name: refuses(TOKENIZE, says(user([PICTURE | {"image_url": {"url": "data:,", name: 1}}])), "messages")
+        for name in ("url", "detail")
     },
     schema.RefusalPart: {
         name: is_same(
@@ -1287,7 +1296,7 @@ def test_what_would_change_an_answer_and_is_not_built_is_refused_by_name(server:
 def test_every_field_of_every_body_has_a_row():
     bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, schema.Body)}
     bodies -= {schema.Body, schema.Sampling, schema.Generation}  # whose fields their children have
-    bodies -= {schema.PooledRequest, schema.ComparisonRequest}
+    bodies -= {schema.Picture, schema.PooledRequest, schema.ComparisonRequest}
     bodies -= {schema.ClassifyRequest, schema.PoolingRequest}  # of routes for classifiers
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     bodies -= {schema.ModelRequest}  # of routes that test_models asks

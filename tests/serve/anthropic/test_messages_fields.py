@@ -185,6 +185,7 @@ def asked(path: str, base: dict[str, Any]) -> dict[str, Row]:
     }
 
 
+PICTURE: dict[str, Any] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 ROWS: dict[type[Body], dict[str, Row]] = {
     schema.CountRequest: asked(COUNT, COUNTED),
     schema.MessagesRequest: asked(MESSAGES, GREEDY)
@@ -277,8 +278,21 @@ ROWS: dict[type[Body], dict[str, Row]] = {
             GREEDY | {"cache_control": {"type": "ephemeral", "scope": "global"}},
         ),
     },
+    message_schema.ImageBlock: {  # what they do is in test_images.py: this model reads no images
+        "type": refuses(user(PICTURE), "image blocks are not supported here"),
+        "source": refuses(user(PICTURE | {"source": {"type": "file", "file_id": "a"}}), "file sources of images"),
+        "cache_control": refuses(user(PICTURE | {"cache_control": {"type": "persistent"}}), "cache_control.type"),
+    },
+    message_schema.Base64Source: {
+        name: refuses(user(PICTURE | {"source": PICTURE["source"] | {name: 1}}), "messages.0.content.0")
+        for name in ("type", "media_type", "data")
+    },
+    message_schema.URLSource: {
+        name: refuses(user(PICTURE | {"source": {"type": "url", "url": "data:,", name: 1}}), "messages.0.content.0")
+        for name in ("type", "url")
+    },
     message_schema.TextBlock: {
-        "type": refuses(user(TEXT | {"type": "image"}), "image blocks are not supported here"),
+        "type": refuses(user(TEXT | {"type": "video"}), "video blocks are not supported here"),
         "text": differs(user(TEXT), user(TEXT | {"text": "Bye"})),
         "cache_control": marked(lambda mark: user(TEXT | mark)),
         "citations": both(

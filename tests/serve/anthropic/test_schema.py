@@ -28,8 +28,9 @@ def user(*blocks: Any) -> dict[str, Any]:
 def test_a_block_of_another_type_is_refused_by_name_in_one_error():
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     supported = "(supported: text, thinking, tool_use, tool_result)"
-    assert faults(user({"type": "text", "text": "a"}, image)) == [
-        ("messages.0.content.1", f"image blocks are not supported here {supported}")
+    video = image | {"type": "video"}
+    assert faults(user({"type": "text", "text": "a"}, video)) == [
+        ("messages.0.content.1", f"video blocks are not supported here {supported}")
     ]
     assert faults(user({"type": "document"})) == [
         ("messages.0.content.0", f"document blocks are not supported here {supported}")

@@ -1,0 +1,206 @@
+"""Images of the APIs, over an engine that a test plays, and over a model that reads them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripted
+from PIL import Image
+from scripted import Said
+
+from atom.config import Config
+from atom.config.load import load
+from atom.config.schema import VisionConfig
+from atom.images.types import placeholder
+from atom.runtime.images.placeholders import check_images
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TOKEN = 258  # <|endoftext|>, which stands for an image here
+TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{% if part.type == "image" %}<|endoftext|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def png(width: int = 16, height: int = 8, color: tuple[int, int, int] = (200, 30, 60)) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def url(data: str) -> str:
+    return f"data:image/png;base64,{data}"
+
+
+RED, BLUE = png(), png(color=(0, 0, 255))
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.fixture(scope="module")
+def config(talker: Path) -> Config:
+    """A model with a tower, as far as the HTTP process knows."""
+    found = load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[m]"])
+    vision = VisionConfig(patch=4, merge=2, min_pixels=64, max_pixels=4096, token=TOKEN)
+    return replace(
+        found,
+        model=replace(found.model, vision=vision),
+        serve=replace(found.serve, images=True, max_images=3, max_image_pixels=10_000),
+    )
+
+
+def ask(config: Config, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
+    """The answer, and what the engine was asked."""
+
+    def use_template(context: Any) -> None:
+        context.tokenizer = context.tokenizer.with_template(TEMPLATE)
+
+    answer, seen = scripted.post(config, Said(["Hi"]), {"model": "m"} | body, path, before=use_template)
+    if seen:
+        check_images(seen[0].prompt, seen[0].options.images, 1 << 20)
+    return answer, seen[0] if seen else None
+
+
+def bodies(*images: str) -> dict[str, dict[str, Any]]:
+    """A message of the user with images around a text, in each API."""
+    first, *rest = images
+
+    def around(make: Any, text: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [make(first), text, *map(make, rest)]}]
+
+    def block(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    text = {"type": "text", "text": "What?"}
+    chat = around(lambda data: {"type": "image_url", "image_url": {"url": url(data)}}, text)
+    items = around(
+        lambda data: {"type": "input_image", "image_url": url(data)}, {"type": "input_text", "text": "What?"}
+    )
+    return {
+        CHAT: {"messages": chat},
+        RESPONSES: {"input": items},
+        MESSAGES: {"max_tokens": 5, "messages": around(block, text)},
+    }
+
+
+def spelled(config: Config, prompt: list[int]) -> str:
+    return scripted.decode(config, [TOKEN if token < 0 else token for token in prompt])
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_images_come_to_the_engine_with_placeholders_in_their_places(config: Config, path: str):
+    answer, seen = ask(config, path, bodies(RED, BLUE)[path])
+    assert answer.status_code == 200, answer.text
+    rows = "<|endoftext|>" * 2  # 8 x 16 pixels: two squares of 8
+    assert spelled(config, seen.prompt).startswith(f"<|im_start|>user\n{rows}What?{rows}<|im_end|>\n")
+    first, second = seen.options.images
+    assert first.image.grids == ((1, 2, 4),) and first.image.digest != second.image.digest
+    assert seen.prompt[first.start : first.stop] == [placeholder(first.image.digest, row) for row in range(2)]
+    usage = answer.json()["usage"]
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(seen.prompt)
+
+
+def test_counts_and_tokens_have_the_rows_of_images(config: Config):
+    _, seen = ask(config, MESSAGES, bodies(RED)[MESSAGES])
+    counted, _ = ask(config, f"{MESSAGES}/count_tokens", {"messages": bodies(RED)[MESSAGES]["messages"]})
+    assert counted.json() == {"input_tokens": len(seen.prompt)}
+    tokenized, _ = ask(config, "/tokenize", {"messages": bodies(RED)[CHAT]["messages"]})
+    assert tokenized.json()["tokens"] == [TOKEN if token < 0 else token for token in seen.prompt]
+    counted, _ = ask(config, f"{RESPONSES}/input_tokens", bodies(RED)[RESPONSES])
+    assert counted.json()["input_tokens"] == len(seen.prompt)
+    shown, _ = ask(config, CHAT, bodies(RED)[CHAT] | {"return_token_ids": True})
+    assert shown.json()["prompt_token_ids"] == tokenized.json()["tokens"]
+
+
+def test_detail_low_makes_an_image_small(config: Config):
+    vision = replace(config.model.vision, max_pixels=1 << 24)
+    large = replace(
+        config, model=replace(config.model, vision=vision), serve=replace(config.serve, max_image_pixels=1 << 24)
+    )
+    rows = []
+    for detail in ("low", "high"):
+        part = {"type": "image_url", "image_url": {"url": url(png(800, 800)), "detail": detail}}
+        answer, _ = ask(large, "/tokenize", {"messages": [{"role": "user", "content": [part]}]})
+        rows.append(answer.json()["tokens"].count(TOKEN))
+    assert rows == [64 * 64, 100 * 100]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_an_image_of_a_result_is_read_and_a_damaged_one_is_a_text(config: Config, path: str):
+    for data, shown in ((RED, "<|endoftext|>" * 2), ("aaaa", "[image: not shown to this model]")):
+        picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": [picture]}
+        use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+        asked = {"role": "user", "content": "See."}
+        body = {
+            CHAT: {"messages": [asked, {"role": "assistant", "tool_calls": [CALL]}, {
+                "role": "tool", "tool_call_id": "call_1",
+                "content": [{"type": "image_url", "image_url": {"url": url(data)}}]}]},
+            RESPONSES: {"input": [asked, {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"}, {
+                "type": "function_call_output", "call_id": "call_1",
+                "output": [{"type": "input_image", "image_url": url(data)}]}]},
+            MESSAGES: {"max_tokens": 5, "messages": [
+                asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]},
+        }[path]  # fmt: skip
+        answer, seen = ask(config, path, body)
+        assert answer.status_code == 200, answer.text
+        assert f"tool\n{shown}<|im_end|>" in spelled(config, seen.prompt)
+
+
+FAULTS = {
+    "damaged": (url("iVBORw0KGgo="), "messages.0.content.0: the image is"),
+    "base64": (url("%%%"), "the base64 of an image's data: URL is not valid"),
+    "truncated": (url(png()[: len(png()) * 2 // 3 // 4 * 4]), "the image is damaged"),
+    "text": ("data:text/plain,hello", "the image is none of PNG, JPEG, WEBP, GIF"),
+    "pixels": (url(png(200, 51)), "200 x 51 pixels; 10000 are the most"),
+    "file": ("file:///etc/passwd", "an image's URL begins with data:, http: or https:"),
+    "server": ("http://127.0.0.1/a.png", "serve.image_domains"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_an_image_that_cannot_be_read_is_a_fault_of_the_request(config: Config, kind: str):
+    given, message = FAULTS[kind]
+    part = {"type": "image_url", "image_url": {"url": given}}
+    answer, seen = ask(config, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400 and seen is None
+    said = answer.json()["error"]
+    assert message in said["message"] and "\n" not in said["message"] and said["param"] == "messages"
+
+
+def test_too_many_images_are_refused_before_one_is_decoded(config: Config):
+    part = {"type": "image_url", "image_url": {"url": url("aaaa")}}
+    for number in (4, 10_000):
+        answer, _ = ask(config, CHAT, {"messages": [{"role": "user", "content": [part] * number}]})
+        fault = f"a request may have 3 images (serve.max_images), and this has {number}"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, fault)
+
+
+def test_what_a_prompt_with_images_cannot_have_is_refused(config: Config):
+    for more in ({"truncate_prompt_tokens": 4}, {"prompt_logprobs": 1}):
+        answer, _ = ask(config, CHAT, bodies(RED)[CHAT] | more)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more))
+    for role in ("system", "assistant"):
+        messages = [bodies(RED)[CHAT]["messages"][0] | {"role": role}]
+        answer, _ = ask(config, CHAT, {"messages": messages})
+        assert "messages.0.content.0: an image does not go with role=" in answer.json()["error"]["message"]
+
+
+def test_a_template_that_leaves_an_image_out_is_a_fault(config: Config):
+    answer, _ = scripted.post(config, Said(["Hi"]), {"model": "m"} | bodies(RED)[CHAT], CHAT)
+    assert answer.status_code == 400 and "0 image tokens" in answer.json()["error"]["message"]
+
+
+def test_cache_control_of_a_prompt_with_images_keeps_all_of_it(config: Config):
+    body = bodies(RED)[MESSAGES]
+    body["messages"][0]["content"][1]["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    _, seen = ask(config, MESSAGES, body | {"explain": True})
+    (kept,) = seen.options.retained
+    assert (kept.num_tokens, kept.seconds) == (len(seen.prompt), 3600.0)

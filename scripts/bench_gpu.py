@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,19 +42,23 @@ from scripts.bench_rows import (
     MIN_CACHED,
     NAMES,
     PACKED_START,
+    PHOTOS,
     ROWS,
     STARTS,
     SUMS,
     Agents,
+    Photos,
     Row,
     Start,
     gpus_of,
     with_compared,
 )
+from scripts.image_prompts import draw_prompt_with_images
 
 if TYPE_CHECKING:
     from atom import LLMEngine
     from atom.config import Config
+    from atom.graph import Graph
     from atom.jobs.bench.roofline import Costs, Limits
     from atom.runtime.engine import Engine
     from atom.runtime.ranks.links import RankLink
@@ -191,6 +196,13 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
         if AGENTS[name].than:
             cached = figures[AGENTS[name].than].details.get("cached_shares")
             figures[f"{name}-cached"].target = 100 * MIN_CACHED * (statistics.median(cached) if cached else math.nan)
+    for name in filter(PHOTOS.__contains__, names):
+        row = PHOTOS[name]
+        figures[name] = Figure(row.title, row.load, "requests/s", math.nan)
+        with reported(name):
+            figures[name].values, limit = run_isolated(measure_photos, row, runs, limits)
+            figures[name].limit, figures[name].target = limit, row.share * limit
+            print_figure(name, figures[name])
     for name in filter(SUMS.__contains__, names):
         num, target = SUMS[name]
         sizes = [2 * rows * SUM_WIDTH // 1024 for rows in SUM_ROWS]
@@ -386,6 +398,76 @@ def talk(engine: LLMEngine, row: Agents, seed: int) -> Talks:
         seconds.append(time.perf_counter() - started)
         histories = [[*each, *answer["token_ids"]] for each, answer in zip(histories, answers, strict=True)]
     return Talks(seconds, (engine.metrics.scheduler.num_prefix_hit_tokens - before) / num_prompt)
+
+
+def measure_photos(row: Photos, runs: int, limits: dict[str, float]) -> tuple[list[float], float]:
+    """Requests/s of some runs, after one that warms up, and what operations of encoder and prompts allow."""
+    from atom import LLMEngine
+    from atom.compiler import compile_graph
+    from atom.config.load import load
+    from atom.jobs.bench.roofline import Limits, min_seconds, read_costs
+    from atom.jobs.bench.workload import Step
+    from atom.process.gc_utils import settle
+
+    with checkpoint(row.model) as folder:
+        config = load(row.overrides(folder))
+        graph, engine = compile_graph(config), LLMEngine.from_config(config)
+    seconds = []
+    for seed in range(runs + 1):
+        settle()
+        seconds.append(answer_photos(engine, row, seed))
+    engine.close()
+    vision, rates = config.model.vision, Limits(**limits)
+    assert vision is not None, "the row's model reads images"
+    num_rows = (row.side // (vision.patch * vision.merge)) ** 2
+    prompt = Step(0.0, array("q"), [(0, num_rows + row.input_len)], 1)
+    least = min_seconds(read_costs(graph), prompt, rates) + encoder_flops(graph, num_rows) / rates.flops
+    return [row.num_requests / each for each in seconds[1:]], 1 / least
+
+
+def answer_photos(engine: LLMEngine, row: Photos, seed: int) -> float:
+    """The seconds in which new requests are answered."""
+    from atom import SamplingParams
+    from atom.runtime.types import RequestOptions
+
+    model, inner = engine.config.model, engine._engine
+    assert model.vision is not None, "the row's model reads images"
+    params = SamplingParams(temperature=0, max_tokens=row.output_len, ignore_eos=True)
+    num_patches, asked = row.side // model.vision.patch, []
+    for each in range(row.num_requests):
+        grids = [(num_patches, num_patches)]
+        tokens, images = draw_prompt_with_images(grids, seed * row.num_requests + each, model, row.input_len)
+        asked += inner.prepare(tokens, params, RequestOptions(images=images))
+    before, started = engine.metrics.num_encoded_images, time.perf_counter()
+    for sequence in asked:
+        inner.submit([sequence])
+    while inner.has_work:
+        inner.step()
+    seconds = time.perf_counter() - started
+    failed = [sequence.error for sequence in asked if sequence.error is not None]
+    assert not failed, failed[0]
+    num_encoded = engine.metrics.num_encoded_images - before
+    assert num_encoded == row.num_requests, f"{num_encoded} encodings of {row.num_requests} images"
+    return seconds
+
+
+def encoder_flops(graph: Graph, num_rows: int) -> float:
+    """The operations on one image that becomes so many rows; the text counts its patches in multiples of these."""
+    from atom.graph import VISION, Recipe, ops
+    from atom.graph.graph import node_leaves, type_of
+    from atom.jobs.bench.roofline import find_matmuls
+
+    flops = 0.0
+    for node in graph.programs[VISION].nodes:
+        weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
+        matmuls = find_matmuls(node, weights)
+        if matmuls or node.target is ops.segment_attention:
+            rows, *dims = type_of(node.args[0]).shape
+            num = num_rows * int(str(rows).rpartition("*")[0] or 1)
+            flops += sum(matmul.work(num).flops for matmul in matmuls)
+            if node.target is ops.segment_attention:
+                flops += 4.0 * num**2 * math.prod(map(int, dims))
+    return flops
 
 
 @contextmanager

@@ -139,6 +139,7 @@ ROWS |= {
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
     **shares("glm-air-fp8", "GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR),
     **shares("v3-fp8", "DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3),
+    **shares("vl-8b", "Qwen3-VL-8B bf16, text", "qwen3_vl_8b", "8b", ("serve.images=true",), (32,), 0.99),
     **shares("nemotron-nano", "Nemotron-Nano-9B-v2 bf16", "nemotron_nano_9b_v2", "next", (), LOADS),
     **shares("next-fp8", NEXT_TITLE.replace("bf16", "fp8"), NEXT_MODEL, "next", ("quant=fp8", *NEXT), LOADS),
     **shares("next-fp8-block", NEXT_TITLE.replace("bf16", "block fp8"), NEXT_MODEL, "next", (*BLOCKS, *NEXT), LOADS),
@@ -191,6 +192,32 @@ AGENTS |= {
     )
     for name, seconds in {"agents-32": (11.9, 1.88), "agents-64": (25.9, 4.25)}.items()
 }
+
+
+class Photos(NamedTuple):
+    """Requests that come at once, each with an image of its own in its text."""
+
+    title: str
+    model: str
+    num_requests: int
+    side: int  # of an image, in pixels
+    input_len: int  # tokens of text
+    output_len: int  # of an answer
+    share: float  # to be reached of the requests/s that the operations of encoder and prompts allow
+    setup: tuple[str, ...] = ("serve.images=true",)
+    than: str = ""
+    num_gpus: int = 1
+
+    @property
+    def load(self) -> str:
+        image = f"image of {self.side} × {self.side}"
+        return f"{self.num_requests} requests, {image} + {self.input_len} in / {self.output_len} out"
+
+    def overrides(self, folder: Path) -> list[str]:
+        return [f"checkpoint={folder}", "load_dummy=true", *self.setup]
+
+
+PHOTOS = {"vl-8b-images": Photos("Qwen3-VL-8B bf16", "qwen3_vl_8b", 64, 1024, 100, 100, 0.6)}
 GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
 
 
@@ -218,7 +245,7 @@ STARTS = {
     "start-next": Start(NEXT_TITLE, NEXT_MODEL, MIXTURE_START, NEXT),
 }
 SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
-NAMES = (*ROWS, GRAPHS, *AGENTS, *SUMS, *STARTS, PACKED_START, LOAD)
+NAMES = (*ROWS, GRAPHS, *AGENTS, *PHOTOS, *SUMS, *STARTS, PACKED_START, LOAD)
 
 
 def gpus_of(name: str) -> int:
@@ -226,8 +253,8 @@ def gpus_of(name: str) -> int:
     return SUMS[name][0] if name in SUMS else getattr(find_row(name), "num_gpus", 1)
 
 
-def find_row(name: str) -> Row | Agents | Start | None:
-    return ROWS.get(name) or AGENTS.get(name) or STARTS.get(name)
+def find_row(name: str) -> Row | Agents | Photos | Start | None:
+    return ROWS.get(name) or AGENTS.get(name) or PHOTOS.get(name) or STARTS.get(name)
 
 
 def with_compared(names: Sequence[str]) -> list[str]:

@@ -61,7 +61,14 @@ STORED = ("awq_int4[1, 128]", "int4[1, 32]", "int8[1, 128]", "ct_nvfp4", "q4_1")
 K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
 ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of matmuls: one for each power of 2, and many
 WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all else that is optional
-ALIKE = ("deepseek_v3", "glm_4_5_air", "gpt_oss_120b", "kimi_k2", "qwen3_32b")  # others' launches, in other sizes
+ALIKE = (
+    "deepseek_v3",
+    "glm_4_5_air",
+    "gpt_oss_120b",
+    "kimi_k2",
+    "qwen3_32b",
+    "qwen3_vl_8b",
+)  # others' launches, in other sizes
 MAX_TOKENS = 3000  # of a step
 TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
 MATMULS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")  # of the vendor's library, which a CPU has not or not so
@@ -325,9 +332,10 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
 
     folder.mkdir()
     described = json.loads((CONFIGS / f"{name}.json").read_text())
-    described["num_hidden_layers"] = layers = 2 + described.get("first_k_dense_replace", 0)
-    if "layer_types" in described:
-        described["layer_types"] = described["layer_types"][:layers]
+    text = described.get("text_config", described)
+    text["num_hidden_layers"] = layers = 2 + text.get("first_k_dense_replace", 0)
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps(described))
     options = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True} | fields
     config = load(engine_overrides(str(folder), options))

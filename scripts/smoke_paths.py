@@ -35,9 +35,9 @@ from atom.cache import Cache  # noqa: E402
 from atom.cache.files import WEIGHTS  # noqa: E402
 from atom.errors import RequestError  # noqa: E402
 from atom.graph.graph import type_of  # noqa: E402
-from atom.images.types import Image, PlacedImage, placeholder  # noqa: E402
 from atom.runtime.step import prefix_groups  # noqa: E402
 from scripts import smoke_kernels  # noqa: E402
+from scripts.image_prompts import draw_prompt_with_images  # noqa: E402
 from scripts.smoke_models import (  # noqa: E402
     add_tokenizer,
     deepseek_v3,
@@ -543,20 +543,6 @@ def sleep(session: Session) -> str:
     return session.compare(Check(session.write(qwen3()), own=own, prepare=fall_asleep))
 
 
-def place_images(grids: Sequence[tuple[int, int]], seed: int, patch_size: int, merge: int) -> Any:
-    """A prompt of random images between runs of text: tokens, and where images are. grids: in patches"""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, placed = draw_prompt(9, seed, 500), list[PlacedImage]()
-    for number, (height, width) in enumerate(grids):
-        pixels = torch.randint(0, 256, (height * width, patch_size), dtype=torch.uint8, generator=generator)
-        num_rows, digest = height * width // merge**2, (1 + seed << 40) + (number << 20)
-        image, start = Image(digest, pixels.numpy().tobytes(), ((1, height, width),), num_rows), len(tokens)
-        tokens += [placeholder(digest, row) for row in range(num_rows)]
-        placed.append(PlacedImage(image, start, len(tokens)))
-        tokens += draw_prompt(5, seed + number, 500)
-    return tokens, tuple(placed)
-
-
 def images(session: Session) -> str:
     """Chunks that end within images, which are encoded once; then text, of which decodes are captured."""
     folder = session.write(qwen3_vl(), "serve.images=true")
@@ -564,9 +550,9 @@ def images(session: Session) -> str:
     engine = session.open(folder, dtype="bf16", **fields, max_num_batched_tokens=128)
     session.check_kernels(engine)
     exact, half = (session.reference(folder, dtype, **fields) for dtype in ("fp32", "bf16"))
-    vision, parts = engine.config.model.vision, list[Part]()
+    parts = list[Part]()
     for seed, grids in enumerate((((32, 34), (2, 2)), ((6, 10),))):
-        tokens, placed = place_images(grids, seed, vision.patch_size, vision.merge)
+        tokens, placed = draw_prompt_with_images(grids, seed, engine.config.model, 20)
         ours = logits_of(engine, tokens, placed).float()
         with session.timed("CPU"):
             wanted, theirs = (logits_of(each, tokens, placed).float() for each in (exact, half))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atom.compiler import compile_graph
 from atom.config.load import load
-from scripts.bench_gpu import checkpoint
-from scripts.bench_rows import AGENTS, NAMES, ROWS, STARTS, with_compared
+from scripts.bench_gpu import checkpoint, encoder_flops
+from scripts.bench_rows import AGENTS, NAMES, PHOTOS, ROWS, STARTS, with_compared
 
 
 @pytest.mark.sampled(24)
@@ -80,8 +81,22 @@ def test_a_hybrid_is_held_against_another_by_its_share_of_the_limit():
     assert (found["next-tp2-32"].num_gpus, found["next-tp2-32"].setup) == (2, ("parallel=tp2",)), "all of its layers"
 
 
+def test_photos_are_of_a_model_that_reads_images():
+    row = PHOTOS["vl-8b-images"]
+    with checkpoint(row.model) as folder:
+        config = load([*row.overrides(folder), "device=cpu"])
+    assert config.reads_images and config.load_dummy
+    assert row.load == "64 requests, image of 1024 × 1024 + 100 in / 100 out"
+    assert ROWS["vl-8b-32"].setup == row.setup, "a text loses nothing where images may come"
+    flops = encoder_flops(compile_graph(config), 1024)
+    patches, layers, width = 4096, 27, 1152
+    linears = 2 * patches * layers * (4 * width**2 + 2 * width * 4304) + 2 * patches * 3 * 2 * 16**2 * width
+    mergers = 4 * 2 * 1024 * (4 * width) * (4 * width + 4096)
+    assert flops == linears + mergers + layers * 4 * patches**2 * width
+
+
 def test_no_two_rows_have_the_same_place_in_a_table():
-    places = [(row.title, row.load) for rows in (ROWS, AGENTS) for row in rows.values()]
+    places = [(row.title, row.load) for rows in (ROWS, AGENTS, PHOTOS) for row in rows.values()]
     assert len({*places}) == len(places)
     assert len({start.title for start in STARTS.values()}) == len(STARTS)
     assert len({*NAMES}) == len(NAMES)

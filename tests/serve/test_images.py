@@ -64,7 +64,7 @@ def ask(config: Config, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
 
     answer, seen = scripted.post(config, Said(["Hi"]), {"model": "m"} | body, path, before=use_template)
     if seen:
-        check_images(seen[0].prompt, seen[0].options.images, 1 << 20)
+        check_images(seen[0].prompt, seen[0].options.images, 1 << 20, 1 << 20)
     return answer, seen[0] if seen else None
 
 
@@ -122,7 +122,9 @@ def test_counts_and_tokens_have_the_rows_of_images(config: Config):
 def test_detail_low_makes_an_image_small(config: Config):
     vision = replace(config.model.vision, max_pixels=1 << 24)
     large = replace(
-        config, model=replace(config.model, vision=vision), serve=replace(config.serve, max_image_pixels=1 << 24)
+        config,
+        model=replace(config.model, vision=vision),
+        serve=replace(config.serve, max_image_pixels=1 << 24, max_patches=1 << 20),
     )
     rows = []
     for detail in ("low", "high"):

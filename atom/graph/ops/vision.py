@@ -87,11 +87,11 @@ def interpolate_table(table: Tensor, places: Tensor, *, side: int) -> Tensor:
         low = at.floor().long()
         taps.append((low, (low + 1).clamp(max=side - 1)))
         shares.append((1 - (at - low), at - low))
-    total = torch.zeros(len(places), table.shape[1], device=table.device)
-    for row, column in itertools.product((0, 1), (0, 1)):
-        share = shares[0][row] * shares[1][column]
-        total += table[taps[0][row] * side + taps[1][column]].float() * share.unsqueeze(-1)
-    return total.to(table.dtype)
+    corners = [
+        table[taps[0][row] * side + taps[1][column]].float() * (shares[0][row] * shares[1][column]).unsqueeze(-1)
+        for row, column in itertools.product((0, 1), (0, 1))
+    ]
+    return (corners[0] + corners[1] + corners[2] + corners[3]).to(table.dtype)
 
 
 def _rotary_sections(

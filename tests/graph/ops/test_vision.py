@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph.ops.checked import checked
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atom.errors import PassError
 from atom.graph import Graph, Type, ops, parse, show
@@ -13,6 +14,17 @@ def test_pixels_are_normalized_by_channel():
     patches = torch.tensor([[0, 255, 100, 100, 30, 40]], dtype=torch.uint8)
     made = checked(ops.normalize_pixels, patches, mean=[127.5, 100.0, 30.0], std=[127.5, 50.0, 20.0], dtype="fp32")
     assert made.tolist() == [[-1.0, 1.0, 0.0, 0.0, 0.0, 0.5]]
+
+
+def test_bodies_that_are_compiled_make_no_tensor_of_their_own():
+    """A compiler traces them with tensors that have no numbers, which do not mix with such."""
+    with FakeTensorMode():
+        patches, places = torch.empty(4, 6, dtype=torch.uint8), torch.empty(4, 4, dtype=torch.int64)
+        table, freqs = torch.empty(9, 5), torch.empty(4)
+    made = ops.normalize_pixels.body(patches, mean=[1.0, 2.0], std=[3.0, 4.0], dtype="bf16")
+    assert (made.shape, made.dtype) == ((4, 6), torch.bfloat16)
+    assert ops.interpolate_table.body(table, places, side=3).shape == (4, 5)
+    assert ops.rotary_sections.body(places, freqs, sections=[2, 2])[0].shape == (4, 4)
 
 
 def test_a_patch_attends_its_segment():

@@ -65,7 +65,7 @@ def policy(scripts: str, styles: str) -> str:
         "default-src": "'none'",
         "script-src": scripts,
         "style-src": styles,
-        "img-src": "data:",  # the icon
+        "img-src": "data:",  # the icon, and images of messages
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",

@@ -24,6 +24,7 @@ def routes(context: Context) -> APIRouter:
     created, shared = int(time.time()), context.shared
 
     def describe(own: Context, name: str) -> dict[str, Any]:
+        modalities = ["text"] if own.images is None else ["text", "image"]
         described = {
             "id": name,
             "object": "model",
@@ -32,6 +33,7 @@ def routes(context: Context) -> APIRouter:
             "root": own.engines.adapters.get(name) or own.config.checkpoint or own.config.model.name,
             "parent": None if own.adapter(name) is None else own.names[0],
             "max_model_len": own.config.serve.max_model_len,
+            "architecture": {"input_modalities": modalities, "output_modalities": ["text"]},
         }
         return described if own.served is None else described | {"status": describe_status(own.served)}
 

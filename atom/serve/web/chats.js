@@ -66,7 +66,10 @@ export class Chats {
   /** Save the chat that is shown as Markdown. */
   export() {
     const chat = this.chats.find(each => each.id === this.shown);
-    const parts = chat.messages.map(({role, model, content}) => `## ${role === "user" ? "You" : model || "Assistant"}\n\n${content}\n`);
+    const parts = chat.messages.map(({role, model, content, images = []}) => {
+      const shown = images.map((url, at) => `![Image ${at + 1}](${url})\n\n`).join("");
+      return `## ${role === "user" ? "You" : model || "Assistant"}\n\n${shown}${content}\n`;
+    });
     const name = chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
     download(`${name}.md`, "text/markdown", `# ${chat.title}\n\n${parts.join("\n")}`);
   }

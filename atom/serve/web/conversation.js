@@ -19,9 +19,10 @@ export class Conversation {
   views = [];
   stopping = null;  // the AbortController of the answer that is on its way
 
-  /** onChange: is called with a chat whenever it is to be kept. */
-  constructor(onChange) {
+  /** onChange: is called with a chat whenever it is to be kept. images: of the message that is typed. */
+  constructor(onChange, images) {
     this.onChange = onChange;
+    this.images = images;
   }
 
   /** Show a chat, or a new one; an answer on its way ends. */
@@ -77,15 +78,16 @@ export class Conversation {
   }
 
   /** Send a message. False where the settings are at fault, or an answer is on its way. */
-  send(content) {
-    return this.ask([...this.chat.messages, {role: "user", content}], content);
+  send(content, images = []) {
+    const message = {role: "user", content, ...(images.length ? {images} : {})};
+    return this.ask([...this.chat.messages, message], message);
   }
 
   edit(message) {
     const index = this.chat.messages.indexOf(message), view = this.views[index];
-    editInPlace(view, message.content, content => {
+    editInPlace(view, message, content => {
       if (content === null) view.buttons.Edit.focus();
-      else this.ask([...this.chat.messages.slice(0, index), {role: "user", content}]);
+      else this.ask([...this.chat.messages.slice(0, index), {...message, content}]);
     });
   }
 
@@ -94,15 +96,15 @@ export class Conversation {
   }
 
   continue(message) {
-    this.ask(this.chat.messages.slice(0, -1), "", message);
+    this.ask(this.chat.messages.slice(0, -1), null, message);
   }
 
   /**
    * Let the model answer some messages. Where nothing comes, the chat is as it was.
    *
-   * typed: goes back to where it was typed then. begun: the answer that is to go on.
+   * typed: the message that goes back to where it was typed then. begun: the answer that is to go on.
    */
-  ask(messages, typed = "", begun = null) {
+  ask(messages, typed = null, begun = null) {
     if (this.stopping || !checkSettings()) return false;
     this.answer(messages, typed, begun);
     return true;
@@ -152,7 +154,10 @@ export class Conversation {
     if (isEmpty) {
       this.draw();
       this.showFailure(answer.error || "Stopped before an answer came.");
-      if (!box.value) box.value = typed;  // to be mended and sent again
+      if (typed && !box.value && !this.images.urls.length) {  // to be mended and sent again
+        box.value = typed.content;
+        this.images.set(typed.images ?? []);
+      }
       return;
     }
     drawAtEnd(view);
@@ -179,17 +184,23 @@ export class Conversation {
 
 const newChat = () => ({id: newId(), title: "", created: Date.now(), updated: Date.now(), messages: []});
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), byte => byte.toString(16).padStart(2, "0")).join("");
-const titleOf = messages => messages[0].content.trim().split("\n")[0].slice(0, 80);
+const titleOf = messages => messages[0].content.trim().split("\n")[0].slice(0, 80) || "Image";
 const stored = ({isBusy, usage, ...message}) => isBusy ? {...message, meta: "", error: "The page was left before the answer ended."} : message;
 
 /** The messages of a request; an answer that is to go on is the last one. */
 function requestOf(messages, begun) {
-  const sent = [...messages, ...(begun ? [begun] : [])].map(({role, content, calls}) => {
+  const sent = [...messages, ...(begun ? [begun] : [])].map(({role, content, images, calls}) => {
     const made = calls?.length ? {tool_calls: calls} : {};
-    return {role, content, ...made};
+    return {role, content: images ? partsOf(content, images) : content, ...made};
   });
   const request = makeRequest(sent);
   return begun ? {...request, add_generation_prompt: false, continue_final_message: true} : request;
+}
+
+/** The content of a message with images, which come before its text. */
+function partsOf(text, images) {
+  const parts = images.map(url => ({type: "image_url", image_url: {url}}));
+  return text.trim() ? [...parts, {type: "text", text}] : parts;
 }
 
 /** Draw a message; whoever reads its end goes on reading there. */

@@ -3,6 +3,7 @@
 import {Chats} from "./chats.js";
 import {Conversation} from "./conversation.js";
 import {byId} from "./dom.js";
+import {Images} from "./images.js";
 import {drawCharts, PERIOD, takeSample} from "./plots.js";
 import {ask, describeServer, Locked} from "./server.js";
 import {keep, kept, openSettings} from "./settings.js";
@@ -10,7 +11,8 @@ import {keep, kept, openSettings} from "./settings.js";
 const NARROW = matchMedia("(max-width: 899px)");
 let state = "unknown";
 
-const conversation = new Conversation(chat => chats.keep(chat));
+const images = new Images();
+const conversation = new Conversation(chat => chats.keep(chat), images);
 const chats = new Chats(chat => {
   conversation.show(chat);
   chats.select(conversation.chat.id);
@@ -50,7 +52,10 @@ async function look() {
   try {
     const {state: now} = await (await ask("health")).json();
     // it may be another one by now, and names its GPUs once it is ready
-    if (["unknown", "unreachable", "loading"].includes(state)) await describeServer(kept.model);
+    if (["unknown", "unreachable", "loading"].includes(state)) {
+      await describeServer(kept.model);
+      images.draw();
+    }
     showState(now);
     const metrics = await ask("metrics");
     text = metrics.ok ? await metrics.text() : "";
@@ -61,10 +66,14 @@ async function look() {
   drawCharts();
 }
 
-byId("composer").addEventListener("submit", event => {
+byId("composer").addEventListener("submit", async event => {
   event.preventDefault();
+  await images.reading;
   const box = byId("message"), content = box.value;
-  if (content.trim() && conversation.send(content)) box.value = "";
+  if ((content.trim() || images.urls.length) && conversation.send(content, images.urls)) {
+    box.value = "";
+    images.clear();
+  }
 });
 byId("message").addEventListener("keydown", event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

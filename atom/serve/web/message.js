@@ -2,6 +2,7 @@
 
 import {button, copyButton, element} from "./dom.js";
 import {count, seconds, tokens} from "./format.js";
+import {makeImage} from "./images.js";
 import {renderMarkdown} from "./markdown.js";
 
 /**
@@ -13,15 +14,17 @@ export function makeArticle(message, actions) {
   const isAnswer = message.role === "assistant", label = isAnswer ? message.model || "Assistant" : "You";
   const [thoughts, text, calls] = [element("div", "text md"), element("div", `text${isAnswer ? " md" : ""}`), element("div")];
   const [meta, error] = [element("p", "meta"), element("p", "error")];
+  const images = element("div", "images", ...(message.images ?? []).map((url, at) => makeImage(url, at + 1)));
   const fold = element("details", "thoughts", element("summary"), thoughts);
   const tools = element("div", "tools", copyButton(() => message.content));
-  const article = element("article", message.role, element("p", "label", label), fold, text, calls, meta, error, tools);
+  const article = element("article", message.role, element("p", "label", label), images, fold, text, calls, meta, error, tools);
   const buttons = Object.fromEntries(Object.entries(actions).map(([name, act]) => [name, button(name, act, "small")]));
   tools.append(...Object.values(buttons));
   tools.setAttribute("role", "group");
   tools.setAttribute("aria-label", isAnswer ? "Answer" : "Message");
   article.setAttribute("aria-label", label);
   error.setAttribute("role", "alert");
+  images.hidden = !message.images?.length;
 
   function draw() {
     const {reasoning = "", content, isBusy = false} = message;
@@ -32,6 +35,7 @@ export function makeArticle(message, actions) {
     if (fold.open) renderMarkdown(thoughts, reasoning);
     if (isAnswer) renderMarkdown(text, content);
     else text.textContent = content;
+    text.hidden = !isAnswer && !content;
     calls.replaceChildren(...(message.calls ?? []).map(({function: call}) => element("pre", "call", `${call.name}(${call.arguments})`)));
     meta.textContent = message.meta ?? "";
     error.textContent = message.error ?? "";
@@ -44,17 +48,17 @@ export function makeArticle(message, actions) {
   return {article, text, tools, buttons, draw};
 }
 
-/** Put a field in place of a text; `done` is called with what it holds, or with null where nothing is to change. */
-export function editInPlace({text, tools}, content, done) {
+/** Put a field in place of a message's text; `done` is called with what it holds, or with null where nothing is to change. */
+export function editInPlace({text, tools}, {content, images = []}, done) {
   const area = element("textarea", "edit"), form = element("form", "editing");
   const send = element("button", "main small", "Send");
-  const end = value => { form.remove(); text.hidden = tools.hidden = false; done(value); };
+  const end = value => { form.remove(); text.hidden = !content; tools.hidden = false; done(value); };
   area.value = content;
   area.setAttribute("aria-label", "Edit message");
   form.append(area, element("div", "tools", send, button("Cancel", () => end(null), "small")));
   form.addEventListener("submit", event => {
     event.preventDefault();
-    if (area.value.trim()) end(area.value);
+    if (area.value.trim() || images.length) end(area.value);
   });
   area.addEventListener("keydown", event => {
     if (event.key === "Escape") { event.stopPropagation(); end(null); }

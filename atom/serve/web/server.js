@@ -18,7 +18,7 @@ export async function ask(route) {
 export async function describeServer(wanted) {
   const [models, version] = await Promise.all(["v1/models", "version"].map(async route => (await ask(route)).json()));
   const select = byId("model"), chosen = select.value || wanted;
-  select.replaceChildren(...models.data.map(each => new Option(each.id)));
+  select.replaceChildren(...models.data.map(makeOption));
   if (models.data.some(each => each.id === chosen)) select.value = chosen;
   const context = `${models.data[0].max_model_len.toLocaleString("en")} tokens`;
   const numbers = [version.weights.join(", "), version.dtype].filter(Boolean).join(" in ");
@@ -26,6 +26,12 @@ export async function describeServer(wanted) {
   byId("about").textContent = about.filter(Boolean).join(" · ");
   byId("about").title = byId("about").textContent;
   document.title = `${models.data[0].id} · atom`;
+}
+
+function makeOption({id, architecture}) {
+  const option = new Option(id);
+  option.dataset.images = architecture?.input_modalities.includes("image") ?? false;
+  return option;
 }
 
 /** The events of an answer to a request of /v1/chat/completions. Throws what a refusal says. */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import markdown_it
+import PIL.Image
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Server, Start
@@ -860,6 +863,87 @@ def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("Temperature")).to_have_value("")
     expect(page.get_by_label("Max tokens")).to_have_value("")
+
+
+def image_file(format: str, width: int = 4, height: int = 4) -> dict[str, Any]:
+    """A red file as playwright chooses it."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), (255, 0, 0)).save(file, format)
+    return {"name": f"red.{format.lower()}", "mimeType": f"image/{format.lower()}", "buffer": file.getvalue()}
+
+
+HAND_OVER = """([target, kind, name, type, data]) => {  // a file by the clipboard or by the mouse
+    const bytes = Uint8Array.from(atob(data), sign => sign.charCodeAt(0)), held = new DataTransfer();
+    held.items.add(new File([bytes], name, {type}));
+    const [Made, field] = kind === "paste" ? [ClipboardEvent, "clipboardData"] : [DragEvent, "dataTransfer"];
+    const event = new Made(kind, {[field]: held, bubbles: true, cancelable: true});
+    document.querySelector(target).dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
+
+
+def hand_over(page: Page, target: str, kind: str, file: dict[str, Any]) -> None:
+    data = base64.b64encode(file["buffer"]).decode()
+    assert page.evaluate(HAND_OVER, [target, kind, file["name"], file["mimeType"], data]), (
+        "the browser does nothing else"
+    )
+
+
+def test_images_are_chosen_pasted_and_dropped_and_sent_before_the_text(server: Server, visit: Open):
+    opened = visit(server.url, ready=False)
+    page = opened.page
+    with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
+        models = json.loads(answer.read())
+    models["data"][0]["architecture"]["input_modalities"].append("image")
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.goto(server.url)
+    attached = page.get_by_role("list", name="Images of the message").get_by_role("listitem")
+    png, bitmap = image_file("PNG"), image_file("BMP", 4000, 4)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Image", exact=True).click()
+    chooser.value.set_files([png])
+    expect(attached).to_have_count(1)
+    hand_over(page, "#message", "paste", bitmap)
+    expect(attached).to_have_count(2)
+    hand_over(page, "#log", "drop", png)
+    expect(attached).to_have_count(3)
+    hand_over(page, "#log", "drop", {"name": "a.png", "mimeType": "image/png", "buffer": b"no image"})
+    expect(page.get_by_role("alert")).to_have_text("a.png is no image that this browser can read.")
+    page.get_by_role("button", name="Remove image 3").click()
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, body="no room"))
+    opened.send("What is it?")
+    expect(page.get_by_role("alert").last).to_have_text("no room (400)")
+    expect(attached).to_have_count(2)
+    page.unroute("**/v1/chat/completions")
+    answer_with(page, events({"content": "Red."}))
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Send").click()
+    (message,) = asked.value.post_data_json["messages"]
+    first, second, text = message["content"]
+    url = f"data:image/png;base64,{base64.b64encode(png['buffer']).decode()}"
+    assert (first, text) == ({"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"})
+    head, _, data = second["image_url"]["url"].partition(",")
+    drawn = PIL.Image.open(io.BytesIO(base64.b64decode(data)))
+    assert (head, drawn.size) == ("data:image/jpeg;base64", (3072, 3))
+    assert all(abs(found - given) < 4 for found, given in zip(drawn.getpixel((9, 1)), (255, 0, 0), strict=True))
+    expect(attached).to_have_count(0)
+    shown = page.locator(".user img")
+    expect(shown).to_have_count(2)
+    assert page.evaluate("document.querySelector('.user img').naturalWidth") == 4
+    page.get_by_role("button", name="Edit").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("textbox", name="Edit message").fill("Which?")
+        page.get_by_role("textbox", name="Edit message").press("Enter")
+    (message,) = asked.value.post_data_json["messages"]
+    assert message["content"] == [first, second, {"type": "text", "text": "Which?"}]
+    assert [each for each in opened.errors if "400" not in each] == []
+
+
+def test_a_model_of_text_takes_no_images(server: Server, visit: Open):
+    page = visit(server.url).page
+    expect(page.get_by_role("button", name="Image", exact=True)).to_be_hidden()
+    hand_over(page, "#log", "drop", image_file("PNG"))
+    expect(page.get_by_role("alert")).to_have_text("talker reads no images.")
 
 
 @pytest.mark.slow

@@ -133,6 +133,18 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
         "drafted tokens that count",
         lambda engine: engine.client.stats.scheduler.num_accepted_tokens,
     ),
+    "encoded_images": (
+        "images that were encoded, each time",
+        lambda engine: engine.client.stats.num_encoded_images,
+    ),
+    "encoded_image_patches": (
+        "patches of the images that were encoded",
+        lambda engine: engine.client.stats.num_encoded_patches,
+    ),
+    "encoded_image_hits": (
+        "images that prompts reached and that were encoded already",
+        lambda engine: engine.client.stats.num_image_hits,
+    ),
     "engine_steps": ("steps of the engine", lambda engine: engine.client.stats.scheduler.num_steps),
     "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
 }

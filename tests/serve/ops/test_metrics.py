@@ -351,3 +351,11 @@ def test_a_histograms_buckets_are_cumulative_and_hold_their_bound():
         ("name_count", None, 6.0),
         ("name_sum", None, pytest.approx(103.15)),
     ]
+
+
+def test_images_that_were_encoded_are_counted():
+    replicas = Replicas(load([]))
+    replicas[0].client.stats = EngineStats(num_encoded_images=2, num_encoded_patches=48, num_image_hits=5)
+    text = Metrics(replicas).render(Tenant()).decode()
+    found = re.findall(r"^atom:encoded_(\w+)_total (\S+)$", text, re.MULTILINE)
+    assert found == [("images", "2.0"), ("image_patches", "48.0"), ("image_hits", "5.0")]

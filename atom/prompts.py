@@ -69,15 +69,20 @@ def encode_conversations(
     return [encode_conversation(tokenizer, each, continue_final_message, values) for each in conversations]
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Any, is_continued: bool, values: dict[str, Any]) -> Prompt:
-    """The prompt of one conversation; the template gets {"type": "image"} for each of its images."""
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Any, is_continued: bool = False, values: Mapping[str, Any] | None = None
+) -> Prompt:
+    """The prompt of one conversation; the template gets {"type": "image"} for each of its images.
+
+    values: variables of the template
+    """
     images, shown, plain = list[Any](), list[dict[str, Any]](), list[Any]()
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             message = message | {"content": [take_image(part, images) for part in content]}
         plain.append(message)
-    _, tokens = tokenizer.prepare_chat(plain, is_continued=is_continued, shown=shown.extend, **values)
+    _, tokens = tokenizer.prepare_chat(plain, is_continued=is_continued, shown=shown.extend, **(values or {}))
     if not images:
         return tokens
     contents = [message["content"] for message in shown if isinstance(message.get("content"), list)]

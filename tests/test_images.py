@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import vision
 from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
@@ -15,7 +17,8 @@ from law import assert_same_logits
 from probe import logits_of
 from test_host_blocks import load_always
 
-from atom import LLMEngine
+from atom import LLMEngine, SamplingParams
+from atom.cli import main
 from atom.config.load import load
 from atom.errors import ConfigError, RequestError
 from atom.images.reader import ImageReader
@@ -151,6 +154,7 @@ def test_a_server_reads_images_unless_it_is_told_otherwise(models: Any) -> None:
 
     assert reads() and not reads("serve.images=false") and not reads("parallel.pipeline=2")
     assert not reads("job=generate") and reads("job=generate", "serve.images=true")
+    assert reads("job=generate", "images=[photo.jpg]")
     with pytest.raises(ConfigError, match=r"serve\.images=true does not work with parallel\.pipeline=2"):
         reads("serve.images=true", "parallel.pipeline=2")
 
@@ -199,3 +203,25 @@ def test_a_large_image_is_reduced_to_what_a_step_encodes(models: Any) -> None:
     reader = ImageReader(config)
     assert 48 <= reader.read_local(np.zeros((300, 400, 3), np.uint8)).num_patches <= 64
     reader.close()
+
+
+def test_a_command_answers_prompts_about_files(
+    models: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = models("Qwen3VL")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), np.uint8)
+    for name, each in zip(("one image.png", "b.png"), pixels, strict=True):
+        PIL.Image.fromarray(each).save(tmp_path / name)
+    prompt, fields = [5, vision.IMAGE, vision.IMAGE + 50, vision.IMAGE, 9], {"dtype": "fp32", "level": 1}
+    limits = ["model.vision.min_pixels=64", "model.vision.max_pixels=4096", "serve.kv_cache_memory=4194304"]
+    given = ["sampling.temperature=0", "sampling.max_tokens=6", "sampling.ignore_eos=true", "job.output=json"]
+    argv = [f"checkpoint={folder}", f"prompts=[{prompt}]", f"images=[{tmp_path}/one image.png,{tmp_path}/b.png]"]
+    assert main([*argv, "device=cpu", *(f"{name}={value}" for name, value in fields.items()), *limits, *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    config = load([f"checkpoint={folder}", "device=cpu", "serve.images=true", "dtype=fp32", "level=1", *limits])
+    engine = LLMEngine.from_config(config)
+    asked = {"prompt_token_ids": prompt, "multi_modal_data": {"image": list(pixels)}}
+    (expected,) = engine.generate(asked, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    engine.close()
+    assert found["token_ids"] == expected["token_ids"]
+    assert found["num_tokens_input"] == expected["num_tokens_input"] > len(prompt)

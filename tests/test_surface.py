@@ -136,7 +136,7 @@ job: a b bound bisect save_draft check max_inflight num_prompts input_len output
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection cache_retention explain reasoning tool_calls
-: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides config_dirs draft other_models
+: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts images recipe cache hf generation overrides config_dirs draft other_models
 """
 
 MODEL_FILES = """

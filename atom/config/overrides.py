@@ -31,7 +31,7 @@ from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
 from atom.config.typed_json import parse_values
 from atom.errors import ConfigError, one_line
 
-LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words", "serve.models")
+LISTS_OF_TEXT = ("prompts", "images", "sampling.stop_strings", "sampling.bad_words", "serve.models")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.save_tokenizer", "job.output_file", "job.entry",
              "job.prune", "job.export", "job.import_from", "job.dataset_path", "job.a", "job.b")  # fmt: skip
 SECRET = "serve.http.api_keys"

@@ -22,6 +22,8 @@ def choose_images(config: Config) -> bool:
     ConfigError if they are asked for of stages or data groups.
     """
     asked, parallel = config.serve.images, config.parallel
+    if asked is None and config.images:
+        asked = True
     divided = next((name for name in ("pipeline", "data") if getattr(parallel, name) > 1), None)
     if asked and divided is not None:
         given = f"parallel.{divided}={getattr(parallel, divided)}"

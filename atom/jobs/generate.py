@@ -1,6 +1,7 @@
 """`job=generate`: answers to prompts, shown as they are generated.
 
 atom-run prompts='["What is the capital of France?"]' job.chat=true
+atom-run prompts='["What is it?"]' job.chat=true images=[photo.jpg]
 atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
 atom-run prompts=@questions.jsonl job.output_file=answers.jsonl job.resume=true      # goes on where it was interrupted
 echo "Why is the sky blue?" | atom-run job.chat=true
@@ -26,6 +27,7 @@ from atom.jobs.prompt_file import Entry, read_prompts, without_answered
 from atom.llm import LLMEngine, answer
 from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.process.messages import say
+from atom.prompts import IMAGES_KEY, Prompt, encode_conversation
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -40,7 +42,13 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     report: is called with the numbers of OBJECTIVES.
     """
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if config.job.chat and config.prompts is None and config.job.output_file is None and is_terminal:
+    if (
+        config.job.chat
+        and config.prompts is None
+        and config.job.output_file is None
+        and is_terminal
+        and not config.images
+    ):
         from atom.jobs import chat
 
         return chat.run(config)
@@ -76,8 +84,7 @@ def _answer(
     show = None if output is not None else _Screen(numbers, is_single=len(entries) * params.n == 1)
     for number, entry in enumerate(entries):
         try:
-            prompt = engine.encode_chat(conversation(entry, config)) if config.job.chat else entry.content
-            (request_id,) = engine.add_request([prompt], params, show)
+            (request_id,) = engine.add_request([prompt_of(entry, config, engine)], params, show)
             requests[request_id], numbers[request_id] = entry, number
         except RequestError as error:
             say(f"RequestError: {entry.where}: {error}")
@@ -131,10 +138,28 @@ def _in_order(ids: list[str], completed: Iterable[list[Sequence]]) -> Iterator[l
             yield done.pop(waiting.popleft())
 
 
+def prompt_of(entry: Entry, config: Config, engine: LLMEngine) -> Prompt:
+    """A prompt as the engine takes it, with its images."""
+    if config.job.chat:
+        messages = conversation(entry, config)
+        if engine.tokenizer is None:
+            return engine.encode_chat(messages)  # which says what is missing
+        return encode_conversation(engine.tokenizer, messages)
+    content: Prompt = entry.content
+    if not config.images:
+        return content
+    kind = "prompt" if isinstance(content, str) else "prompt_token_ids"
+    return {kind: content, IMAGES_KEY: {"image": config.images}}
+
+
 def conversation(entry: Entry, config: Config) -> list[dict[str, Any]]:
-    """The messages of a prompt, which is a user's unless it has messages of its own."""
-    own = entry.content if entry.is_conversation else [{"role": "user", "content": entry.content}]
-    return [*first_messages(config), *own]
+    """The messages of a prompt, which is a user's, with the images, unless it has messages of its own."""
+    if entry.is_conversation:
+        return [*first_messages(config), *entry.content]
+    content = entry.content
+    if config.images:
+        content = [*({"type": "image", "image": each} for each in config.images), {"type": "text", "text": content}]
+    return [*first_messages(config), {"role": "user", "content": content}]
 
 
 def _has_instructions(entry: Entry) -> bool:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,9 @@ def test_messages_are_rendered_by_the_chat_template(run: Any, checkpoints: Any, 
     entries = [Entry("prompt 0", talk, {"messages": talk}), Entry("prompt 1", "hi", {"prompt": "hi"})]
     plain, begun = (load(["job.chat=true", *more]) for more in ([], ["job.system_prompt=Be brief."]))
     assert [conversation(each, plain) for each in entries] == [talk, talk[:1]]
+    pictured = replace(plain, images=["a.png", "b.png"])
+    parts = [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "hi"}]
+    assert [conversation(each, pictured) for each in entries] == [talk, [{"role": "user", "content": parts}]]
     assert conversation(entries[1], begun) == [{"role": "system", "content": "Be brief."}, *talk[:1]]
     (tmp_path / "in").write_text(json.dumps({"messages": [{"role": "system", "content": "Be long."}, *talk]}))
     code, _, err = run(f"prompts=@{tmp_path}/in", "job.chat=true", "job.system_prompt=Be brief.")

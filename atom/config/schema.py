@@ -445,7 +445,7 @@ class VisionConfig:
     patch_bias: bool = True  # on the linear that embeds a patch
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
-    layers: int = number(0, 0, MAX_LAYERS)
+    layers: int = number(0, 0, MAX_LAYERS)  # of the tower
     layer_types: list[str] | None = None  # full_attention: to the image, sliding_attention: to a window; null: all full
     window: int | None = number(None, 1, INT32)  # side of the square of rows that are a window
     norm: str = one_of("layer", "rms")  # layer: with a bias
@@ -454,7 +454,7 @@ class VisionConfig:
     bias: bool = True  # on q, k and v
     o_bias: bool = True  # on o
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
-    mlp: str = one_of("plain", "gated")
+    mlp: str = one_of("plain", "gated")  # plain: up, activation, down; gated: down of the gate's activation times up
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp
     activation: str = one_of("gelu", "gelu_tanh", "silu", "quick_gelu")  # of the mlp

@@ -16,14 +16,14 @@ def place_images(
 ) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """A prompt's tokens with placeholders for each image in place of one image token, in order.
 
-    A prompt that has as many image tokens in a row as an image has rows, as transformers' processors write them, gets
-    its placeholders in their place. RequestError if the prompt has more or fewer image tokens than images.
+    If there are more image tokens than images, then as many in a row as an image has rows, as transformers' processors
+    write them, get its placeholders in their place. RequestError if there are more or fewer of them than images.
 
     token: the id of the image token
     """
     made: list[int] = []
     placed: list[PlacedImage] = []
-    at = 0
+    may_expand, at = sum(each == token for each in tokens) != len(images), 0
     while at < len(tokens):
         if tokens[at] != token:
             made.append(tokens[at])
@@ -35,7 +35,8 @@ def place_images(
         made += (placeholder(image.digest, row) for row in range(image.num_rows))
         placed.append(PlacedImage(image, start, len(made)))
         run = tokens[at : at + image.num_rows]
-        is_expanded = image.num_rows > 1 and len(run) == image.num_rows and all(each == token for each in run)
+        is_whole = len(run) == image.num_rows and all(each == token for each in run)
+        is_expanded = may_expand and image.num_rows > 1 and is_whole
         at += image.num_rows if is_expanded and tokens[at + image.num_rows : at + image.num_rows + 1] != [token] else 1
     if len(placed) < len(images):
         raise fault(tokens, images, token)

@@ -93,3 +93,10 @@ def test_each_image_has_a_token(tokens: list[int], num_images: int) -> None:
     message = rf"the prompt has {tokens.count(9)} image tokens \(id 9\) and {num_images} images; give one for each"
     with pytest.raises(RequestError, match=message):
         place_images(tokens, [made(100, 3)] * num_images, 9)
+
+
+def test_neighboring_image_tokens_are_one_image_each():
+    images = [Image(number, b"", ((1, 4, 6),), 6) for number in range(0, 160, 10)]
+    tokens, placed = place_images([1, *[9] * 16, 2], images, 9)
+    assert len(tokens) == 98 and [each.image.digest for each in placed] == [*range(0, 160, 10)]
+    assert [each.start for each in placed] == [*range(1, 97, 6)]

@@ -40,14 +40,18 @@ class Decoder:
         import_pillow()  # so that its lack is said early
         self.max_pixels, self.seconds = max_pixels, seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def decode(self, data: bytes) -> Pixels:
         """The pixels u8[height, width, 3] of a PNG, JPEG, WebP or GIF, of which the first frame.
 
-        It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong.
+        It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong, also
+        once this is closed.
         """
         with self._lock:
+            if self._is_closed:
+                raise RequestError(f"{BROKEN}: atom ends")
             process = self._process or self._start()
             deadline = time.monotonic() + self.seconds
             try:
@@ -68,7 +72,10 @@ class Decoder:
         return np.frombuffer(content, np.uint8).reshape(first, second, 3)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and the image that it decodes."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # without the lock, which is held until an image is decoded
         with self._lock:
             self._kill()
 

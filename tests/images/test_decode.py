@@ -6,14 +6,17 @@ import io
 import os
 import signal
 import struct
+import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from atom.errors import RequestError
 from atom.images.decode import Decoder
+from atom.process.child_process import start_python
 
 PIL = pytest.importorskip("PIL.Image")
 
@@ -127,3 +130,17 @@ def test_a_process_that_ended_or_hangs_is_replaced() -> None:
         assert stopped.wait() == -signal.SIGKILL
         decoder.seconds = 60
         assert decoder.decode(data).shape == (3, 4, 3)
+
+
+def test_closing_ends_the_image_that_is_decoded_and_begins_no_other():
+    with ThreadPoolExecutor(1) as threads, Decoder(seconds=60.0) as decoder:
+        decoder._process = hangs = start_python("import time; print(flush=True); time.sleep(60)")
+        assert hangs.stdout is not None
+        hangs.stdout.read(1)
+        decoding = threads.submit(decoder.decode, b"")
+        time.sleep(0.1)
+        decoder.close()
+        with pytest.raises(RequestError, match="cannot be decoded"):
+            decoding.result(5.0)
+        with pytest.raises(RequestError, match="atom ends"):
+            decoder.decode(b"")

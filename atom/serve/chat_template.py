@@ -165,7 +165,7 @@ def plain_messages(context: Context, messages: Sequence[ChatMessage]) -> tuple[l
     tokenizer, is_of_tool, plain = context.need_tokenizer(), False, list[dict[str, Any]]()
     contents = [message.content for message in messages if isinstance(message.content, list)]
     num_given = sum(isinstance(part, Picture) for content in contents for part in content)
-    images = PromptImages(context.images, num_given, context.config.serve.max_images)
+    images = PromptImages(context.images, num_given, context.config.serve.max_images, context.prepare_seconds)
     for number, message in enumerate(messages):
         is_of_tool = message.role == "tool" or (is_of_tool and message.role == "user")
         plain.append(plain_message(message, tokenizer, images, number, is_of_tool=is_of_tool))

@@ -137,7 +137,7 @@ class Context:
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self.token_counts: dict[int, int] = {}  # of beginnings of prompts, by hash; see `prompt_parts`
-        self._prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
+        self.prepare_seconds = TEMPLATE_SECONDS if prepare_seconds is None else prepare_seconds
 
     @cached_property
     def pair_template(self) -> PairTemplate | None:
@@ -238,9 +238,9 @@ class Context:
         """Run slow work in a thread. RequestError if it takes too long."""
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self.shared.threads, work), self._prepare_seconds)
+            return await asyncio.wait_for(loop.run_in_executor(self.shared.threads, work), self.prepare_seconds)
         except TimeoutError:
-            raise RequestError(f"the request took more than {self._prepare_seconds:g} s to prepare") from None
+            raise RequestError(f"the request took more than {self.prepare_seconds:g} s to prepare") from None
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

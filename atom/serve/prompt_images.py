@@ -1,6 +1,6 @@
 """Read the images of a conversation while it becomes messages of a chat template.
 
-    images = PromptImages(context.images, num_given, max_images)
+    images = PromptImages(context.images, num_given, max_images, context.prepare_seconds)
     part = images.read(GivenImage("data:image/png;base64,…", None, "messages", "messages.0.content.1", "image", "text"))
     images.found                                     # in the order of their reading
 
@@ -10,6 +10,8 @@ no images, those of tools' results are a text that says so, and others are refus
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any, NamedTuple
 
 from atom.errors import RequestError
@@ -34,14 +36,17 @@ class GivenImage(NamedTuple):
 
 
 class PromptImages:
-    def __init__(self, reader: ImageReader | None = None, num_given: int = 0, limit: int = 0) -> None:
+    def __init__(
+        self, reader: ImageReader | None = None, num_given: int = 0, limit: int = 0, seconds: float = math.inf
+    ) -> None:
         """RequestError if they are too many, with none read.
 
         reader: of the model; None: it reads no images
+        seconds: after which no other image is read, since nobody waits for it
         """
         if reader is not None and num_given > limit:
             raise RequestError(f"a request may have {limit} images (serve.max_images), and this has {num_given}")
-        self._reader = reader
+        self._reader, self._deadline = reader, time.monotonic() + seconds
         self.found: list[Image] = []
 
     def read(self, given: GivenImage) -> dict[str, Any]:
@@ -54,6 +59,8 @@ class PromptImages:
                 return {"type": "text", "text": IMAGE}
             fault = f"{given.type} blocks are not supported here (supported: {given.known})"
             raise FieldError(given.field, f"{given.name}: {fault}")
+        if time.monotonic() > self._deadline:
+            raise RequestError("the images of the request take too long")
         try:
             self.found.append(self._reader.read_url(given.url, given.detail))
         except RequestError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from scripted import Said
 from atom.config import Config
 from atom.config.load import load
 from atom.config.schema import VisionConfig
+from atom.images.reader import ImageReader
 from atom.images.types import placeholder
 from atom.runtime.images.placeholders import check_images
 
@@ -206,3 +208,22 @@ def test_cache_control_of_a_prompt_with_images_keeps_all_of_it(config: Config):
     _, seen = ask(config, MESSAGES, body | {"explain": True})
     (kept,) = seen.options.retained
     assert (kept.num_tokens, kept.seconds) == (len(seen.prompt), 3600.0)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_no_image_is_read_once_nobody_waits_for_it(config: Config, path: str, monkeypatch: pytest.MonkeyPatch):
+    read, found = ImageReader.read_url, []
+
+    def read_slowly(reader: ImageReader, url: str, detail: str | None = None) -> Any:
+        found.append(url)
+        time.sleep(0.3)
+        return read(reader, url, detail)
+
+    def hurry(context: Any) -> None:
+        context.prepare_seconds = 0.1
+
+    monkeypatch.setattr(ImageReader, "read_url", read_slowly)
+    answer, _ = scripted.post(config, Said(["Hi"]), {"model": "m"} | bodies(RED, BLUE)[path], path, before=hurry)
+    assert answer.status_code == 400 and "took more than 0.1 s" in answer.text
+    time.sleep(0.6)
+    assert len(found) == 1

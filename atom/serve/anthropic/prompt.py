@@ -89,7 +89,8 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     prefill = take_prefill(turns)
     effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
     variables = effort | thinking_variables(context, body, has_reasoning=parsers.has_reasoning)
-    images = PromptImages(context.images, sum(map(count_images, turns)), context.config.serve.max_images)
+    limits = context.config.serve.max_images, context.prepare_seconds
+    images = PromptImages(context.images, sum(map(count_images, turns)), *limits)
     plain = plain_messages(turns, images)
     conversation = encode_plain(context, plain, parsers.tools, variables, prefill, images=images.found)
     reasoning = context.config.model.reasoning

@@ -8,6 +8,7 @@ from typing import Any
 from atom.checkpoint.modules import reads_more
 from atom.config import Config
 from atom.config.limits import EngineLimits
+from atom.config.vision import has_pillow
 from atom.graph import Graph
 from atom.graph.recipe_contents import host_bytes
 from atom.process.messages import say
@@ -34,7 +35,9 @@ def report_engine(
         say(f"images: the tower is loaded, encodes {largest} patches a step and keeps {kept} encoded tokens")
     if reads_more(config.hf) and images is None:
         more = "images" if config.hf.keys() & {"vision_config", "vit_config"} else "sound"
-        say(f"{config.checkpoint} also reads {more}; here only its text model runs")
+        lacks = config.model.vision is not None and not has_pillow()
+        why = ": images need Pillow, pip install 'atom-run[images]'" if lacks else ""
+        say(f"{config.checkpoint} also reads {more}; here only its text model runs{why}")
     for text in (_describe_unread_rope(config), _describe_unread_prefix(config), _describe_sampling(config)):
         if text:
             say(text)

@@ -108,11 +108,26 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
 
 
 def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
-    """Load the configuration of a source, without its draft model."""
+    """Load the configuration of a source, without its draft model, and without a tower that is not supported.
+
+    A tower that is asked for, by serve.images=true or by images, has to be.
+    """
     with one_line_errors(Config):
-        hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)
-        drop_vision(composed, hf)
-        sampling = sampling_defaults(source.generation, composed)
+        composed = compose(Config, source.overrides, config_dirs)
+        drop_vision(composed, source.hf)
+        try:
+            return derive_source(source, composed, config_dirs)
+        except AtomError:
+            if composed.model.get("vision") is None or composed.serve.images or composed.images:
+                raise
+        drop_vision(composed, {})
+        return derive_source(source, composed, config_dirs)  # which raises what else is wrong
+
+
+def derive_source(source: Source, composed: DictConfig, config_dirs: Sequence[str]) -> Config:
+    """The configuration of what was composed."""
+    with one_line_errors(Config):
+        hf, sampling = normalize_rope(source.hf), sampling_defaults(source.generation, composed)
         config: Config = build(Config, resolve(composed, hf, sampling, source.file))
     if config.hf:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")

@@ -7,6 +7,7 @@ tower_modules(vision)                   # {"visual"}: the modules of a checkpoin
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 from atom.config.schema import Config, VisionConfig
@@ -17,7 +18,7 @@ RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers, whic
 
 
 def choose_images(config: Config) -> bool:
-    """Whether images are read: as asked, else by a server, if the model has a tower that is supported.
+    """Whether images are read: as asked, else by a server with Pillow, if the model has a tower.
 
     ConfigError if they are asked for of stages or data groups.
     """
@@ -30,13 +31,11 @@ def choose_images(config: Config) -> bool:
         raise ConfigError(f"serve.images=true does not work with {given}; divide the model by parallel.tensor")
     if asked is not None:
         return asked
-    if config.job.kind != "serve" or config.model.vision is None or divided is not None:
-        return False
-    try:
-        derive_vision(config)
-    except (ConfigError, UnsupportedError):  # the text model runs
-        return False
-    return True
+    return config.job.kind == "serve" and config.model.vision is not None and divided is None and has_pillow()
+
+
+def has_pillow() -> bool:
+    return importlib.util.find_spec("PIL") is not None
 
 
 def derive_vision(config: Config) -> VisionConfig | None:

@@ -114,7 +114,7 @@ def test_the_text_half_gives_the_logits_of_the_whole(
 ) -> None:
     model, fields = (
         save(name, tmp_path, is_original=is_original),
-        ["level=0", "dtype=fp32", "serve.kv_cache_memory=4194304"],
+        ["level=0", "dtype=fp32", "serve.kv_cache_memory=4194304", "serve.images=false"],
     )
     if is_original and "Qwen3VLMoe" in name:
         transpose_experts(tmp_path)

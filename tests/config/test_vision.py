@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from atom.config import VisionConfig
 from atom.config.load import load
-from atom.errors import UnsupportedError
+from atom.errors import AtomError, UnsupportedError
 
 NUMBERS = {"patch_size": 4, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 
@@ -60,3 +61,32 @@ def test_a_processor_that_does_something_else_is_refused(field: str, value: Any,
     write(folder, "preprocessor_config.json", {**NUMBERS, field: value})
     with pytest.raises(UnsupportedError, match=f"{field}={value} of its image processor is not supported"):
         load_vision(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("hidden_act", "relu", "activation=relu is not supported"),
+        ("patch_size", [4, 4], "patch: While dereferencing"),
+        ("deepstack_visual_indexes", [9], "deepstack=.* the tower has 4 layers"),
+    ],
+)
+def test_the_text_runs_without_a_tower_that_is_not_supported(
+    field: str, value: Any, says: str, folder: Path, tmp_path: Path
+) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    stored["vision_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    given = [f"checkpoint={tmp_path}", "device=cpu", "load_dummy=true"]
+    for job in ("serve", "generate", "explain"):
+        assert not load([*given, f"job={job}"]).reads_images
+    with pytest.raises(AtomError, match=says):
+        load([*given, "serve.images=true"])
+
+
+def test_a_server_without_pillow_serves_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [f"checkpoint={folder}", "device=cpu", "load_dummy=true"]
+    write(folder, "preprocessor_config.json", NUMBERS)
+    assert load(given).reads_images
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert not load(given).reads_images

@@ -1,6 +1,7 @@
 """Put the placeholders of images into tokenized prompts.
 
 tokens, placed = place_images([1, 9, 2], [image], token=9)      # [1, -17, -18, …, 2], (PlacedImage(image, 1, 1 + n),)
+show_placeholders(tokens, token=9)                              # [1, 9, 9, …, 2]
 """
 
 from __future__ import annotations
@@ -11,38 +12,38 @@ from atom.errors import RequestError
 from atom.images.types import Image, PlacedImage, placeholder
 
 
+def show_placeholders(tokens: Sequence[int], token: int | None) -> list[int]:
+    """A prompt's tokens with the image token in place of each placeholder. token: None: the prompt has none"""
+    return [each if each >= 0 or token is None else token for each in tokens]
+
+
 def place_images(
     tokens: Sequence[int], images: Sequence[Image], token: int
 ) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """A prompt's tokens with placeholders for each image in place of one image token, in order.
 
-    If there are more image tokens than images, then as many in a row as an image has rows, as transformers' processors
-    write them, get its placeholders in their place. RequestError if there are more or fewer of them than images.
+    A prompt that has as many image tokens as the images have rows, as transformers' processors write them, gets the
+    placeholders in their place. RequestError if the prompt has more or fewer image tokens than images.
 
     token: the id of the image token
     """
+    count, num_rows = sum(each == token for each in tokens), sum(image.num_rows for image in images)
+    if count not in (len(images), num_rows):
+        raise RequestError(
+            f"the prompt has {count} image tokens (id {token}) and {len(images)} images; give one for each"
+        )
     made: list[int] = []
     placed: list[PlacedImage] = []
-    may_expand, at = sum(each == token for each in tokens) != len(images), 0
-    while at < len(tokens):
-        if tokens[at] != token:
-            made.append(tokens[at])
-            at += 1
-            continue
-        if len(placed) == len(images):
-            raise fault(tokens, images, token)
-        image, start = images[len(placed)], len(made)
+    at = 0
+    for image in images:
+        start = tokens.index(token, at)
+        stop = start + (1 if count == len(images) else image.num_rows)
+        if any(each != token for each in tokens[start:stop]):
+            raise RequestError(
+                f"image {len(placed)} takes {image.num_rows} tokens; the prompt has fewer in a row for it"
+            )
+        made += tokens[at:start]
+        first, at = len(made), stop
         made += (placeholder(image.digest, row) for row in range(image.num_rows))
-        placed.append(PlacedImage(image, start, len(made)))
-        run = tokens[at : at + image.num_rows]
-        is_whole = len(run) == image.num_rows and all(each == token for each in run)
-        is_expanded = may_expand and image.num_rows > 1 and is_whole
-        at += image.num_rows if is_expanded and tokens[at + image.num_rows : at + image.num_rows + 1] != [token] else 1
-    if len(placed) < len(images):
-        raise fault(tokens, images, token)
-    return made, tuple(placed)
-
-
-def fault(tokens: Sequence[int], images: Sequence[Image], token: int) -> RequestError:
-    count = sum(each == token for each in tokens)
-    return RequestError(f"the prompt has {count} image tokens (id {token}) and {len(images)} images; give one for each")
+        placed.append(PlacedImage(image, first, len(made)))
+    return [*made, *tokens[at:]], tuple(placed)

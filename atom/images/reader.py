@@ -22,7 +22,7 @@ from atom.errors import RequestError
 from atom.images.decode import Decoder
 from atom.images.decode_process import as_rgb
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
-from atom.images.prompts import place_images
+from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage
 
@@ -72,8 +72,7 @@ class ImageReader:
 
     def show(self, tokens: Sequence[int]) -> list[int]:
         """A prompt's tokens with the image token in place of each placeholder."""
-        token = self.processor.token
-        return [token if each < 0 else each for each in tokens]
+        return show_placeholders(tokens, self.processor.token)
 
     def close(self) -> None:
         """End the process that decodes."""

@@ -88,6 +88,16 @@ def test_a_prompt_that_is_expanded_already_keeps_its_length() -> None:
     assert len(tokens) == len(placed) == 4, "four images of a row each"
 
 
+def test_two_image_tokens_next_to_each_other_are_two_images() -> None:
+    images = [made(100, 2), made(200, 2)]
+    assert place_images([1, 9, 9], images, 9) == place_images([1, 9, 9, 9, 9], images, 9)
+
+
+def test_an_image_whose_tokens_are_not_in_a_row_is_named() -> None:
+    with pytest.raises(RequestError, match="image 0 takes 3 tokens; the prompt has fewer in a row for it"):
+        place_images([9, 1, 9, 9, 9], [made(100, 3), made(200, 1)], 9)
+
+
 @pytest.mark.parametrize(("tokens", "num_images"), [([1, 2], 1), ([9], 0), ([9, 1, 9], 1), ([9], 2)])
 def test_each_image_has_a_token(tokens: list[int], num_images: int) -> None:
     message = rf"the prompt has {tokens.count(9)} image tokens \(id 9\) and {num_images} images; give one for each"

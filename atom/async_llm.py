@@ -48,8 +48,8 @@ from atom.prompts import (
     encode_conversations,
     joined_pairs,
     place_prompt,
+    pooled_prompts,
     prompt_of,
-    prompts_of,
     scored_prompts,
 )
 from atom.runtime.engine import Engine
@@ -142,14 +142,14 @@ class AsyncLLMEngine:
         self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
     ) -> list[dict[str, Any]]:
         """The embedding of each prompt; see `LLMEngine.embed`."""
-        return [describe_embedding(each, self.config) for each in await self._pool(prompts_of(prompts), adapters)]
+        return [describe_embedding(each, self.config) for each in await self._pool(pooled_prompts(prompts), adapters)]
 
     async def classify(
         self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
     ) -> list[dict[str, Any]]:
         """The label of each prompt; see `LLMEngine.classify`."""
         check_labels(self.config)
-        pooled = await self._pool(prompts_of(prompts), adapters, classify=True)
+        pooled = await self._pool(pooled_prompts(prompts), adapters, classify=True)
         return [
             describe_labels(embedding_of(each), self.config) | {"num_tokens_input": len(each.prompt)} for each in pooled
         ]

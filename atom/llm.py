@@ -45,6 +45,7 @@ from atom.prompts import (
     encode_conversations,
     joined_pairs,
     place_prompt,
+    pooled_prompts,
     prompts_of,
     scored_prompts,
 )
@@ -198,7 +199,7 @@ class LLMEngine:
 
         adapters: as in generate
         """
-        return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
+        return [describe_embedding(each, self.config) for each in self._pool(pooled_prompts(prompts), adapters)]
 
     def classify(
         self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
@@ -211,7 +212,7 @@ class LLMEngine:
         adapters: as in generate
         """
         check_labels(self.config)
-        pooled = self._pool(prompts_of(prompts), adapters, classify=True)
+        pooled = self._pool(pooled_prompts(prompts), adapters, classify=True)
         return [
             describe_labels(embedding_of(each), self.config) | {"num_tokens_input": len(each.prompt)} for each in pooled
         ]

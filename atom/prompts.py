@@ -118,8 +118,8 @@ def place_prompt(
 def scored_prompts(
     data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
 ) -> tuple[list[SaltedPrompt], list[SaltedPrompt]]:
-    """The prompts of `LLMEngine.score`. RequestError if they make no pairs."""
-    first, second = prompts_of(data_1), prompts_of(data_2)
+    """The prompts of `LLMEngine.score`. RequestError if they make no pairs, or have images."""
+    first, second = pooled_prompts(data_1), pooled_prompts(data_2)
     if not second or len(first) not in (1, len(second)):
         raise RequestError(f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none")
     return first, second
@@ -164,6 +164,14 @@ def prompts_of(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
     """The prompts of one text or mapping, or of a list. RequestError names a wrong key."""
     many: Any = [given] if isinstance(given, str | Mapping) else given
     return [prompt_of(each) for each in many]
+
+
+def pooled_prompts(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
+    """The prompts of embeddings, labels and scores. RequestError as `prompts_of`, and for images."""
+    prompts = prompts_of(given)
+    if any(each.images for each in prompts):
+        raise RequestError(f"{IMAGES_KEY}: embeddings, labels and scores are of text only; leave it out")
+    return prompts
 
 
 def prompt_of(given: Any) -> SaltedPrompt:

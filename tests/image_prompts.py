@@ -59,12 +59,12 @@ def answer(engine: LLMEngine, *prompts: vision.Prompt, params: SamplingParams = 
     asked = []
     for prompt in prompts:
         tokens, images = place(prompt)
-        asked += inner.prepare(tokens, params, RequestOptions(images=images))
-    for sequence in asked:
-        inner.submit([sequence])
+        asked.append(inner.prepare(tokens, params, RequestOptions(images=images)))
+    for sequences in asked:
+        inner.submit(sequences)
     while inner.has_work:
         inner.step()
-    return asked
+    return [sequence for sequences in asked for sequence in sequences]
 
 
 def assert_greedy(sequence: Sequence, prompt: vision.Prompt, model: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import adapters
 import numpy as np
 import PIL.Image
 import pytest
@@ -15,11 +16,13 @@ import vision
 from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
 from law import assert_same_logits
 from probe import logits_of
+from safetensors.torch import load_file, save_file
 from test_host_blocks import load_always
 
 from atom import LLMEngine, SamplingParams
 from atom.cli import main
 from atom.config.load import load
+from atom.entrypoints.llm import LLM
 from atom.errors import ConfigError, RequestError
 from atom.images.reader import ImageReader
 from atom.runtime.types import RequestOptions
@@ -103,6 +106,59 @@ def test_preempted_prompts_and_images_that_lost_their_rows(num_rows: int, open_m
     stats = engine.metrics
     assert stats.scheduler.num_preemptions > 0
     assert stats.num_encoded_images > 3 if num_rows == 6 else stats.num_encoded_images == 3
+
+
+def test_answers_of_one_prompt_share_its_images(open_model: Any) -> None:
+    engine, model = open_model(block_size=4, max_num_batched_tokens=16)
+    prompt = make(model, LARGE)
+    for sequence in answer(engine, prompt, params=replace(GREEDY, n=3, max_tokens=8)):
+        assert_greedy(sequence, prompt, model)
+    assert engine.metrics.num_encoded_images == 2
+
+
+def test_an_adapter_is_applied_to_prompts_with_images(
+    models: Callable[..., tuple[Path, Any]], open_model: Any, tmp_path: Path
+) -> None:
+    folder = adapters.save(models("Qwen3VL")[1].model.language_model, tmp_path / "sql", rank=4)
+    rename_adapter(folder, "base_model.model.", "base_model.model.model.language_model.")
+    engine, model = open_model(lora_modules={"sql": str(folder)}, max_lora_rank=4)
+    prompt = make(model)
+    tokens, images = place(prompt)
+    params, inner = replace(GREEDY, max_tokens=8), engine._engine
+    asked = [inner.prepare(tokens, params, RequestOptions(images=images, adapter=name))[0] for name in ("sql", None)]
+    for sequence in asked:
+        inner.submit([sequence])
+    while inner.has_work:
+        inner.step()
+    adapted, plain = asked
+    assert_greedy(plain, prompt, model)
+    assert_greedy(adapted, prompt, adapters.merge(model, folder))
+    assert adapted.output != plain.output and engine.metrics.num_encoded_images == 1
+
+
+def rename_adapter(folder: Path, old: str, new: str) -> None:
+    """Give the tensors of an adapter the names that they have in the whole model."""
+    file = folder / "adapter_model.safetensors"
+    save_file({name.replace(old, new): each for name, each in load_file(file).items()}, file)
+
+
+def test_embeddings_of_images_are_refused(open_model: Any) -> None:
+    engine, _ = open_model(pooler_config={"pooling_type": "LAST"})
+    prompt = {"prompt_token_ids": [5, vision.IMAGE], "multi_modal_data": {"image": "photo.jpg"}}
+    for ask in (lambda: engine.embed(prompt), lambda: engine.score([[5]], [prompt])):
+        with pytest.raises(RequestError, match="multi_modal_data: embeddings, labels and scores are of text only"):
+            ask()
+
+
+def test_vllms_class_shows_the_image_token_for_placeholders(models: Callable[..., tuple[Path, Any]]) -> None:
+    folder, _ = models("Qwen3VL")
+    fields = {"dtype": "float32", "serve.images": True, "level": 1, "kv_cache_memory_bytes": 1 << 22}
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    llm = LLM(str(folder), **fields, **{"model.vision.min_pixels": 64, "model.vision.max_pixels": 4096})
+    asked = {"prompt_token_ids": [5, vision.IMAGE, 9], "multi_modal_data": {"image": pixels}}
+    (output,) = llm.generate(asked, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    llm.llm_engine.close()
+    assert output.prompt_token_ids == [5, vision.IMAGE, vision.IMAGE, 9], "two squares of 8 x 8 pixels"
 
 
 @pytest.mark.slow

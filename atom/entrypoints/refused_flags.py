@@ -22,16 +22,17 @@ VLLM_REFUSED = {
         enable-mixed-moe-lora-format enable-moe-shared-loras""",
     "every step has room for --max-loras adapters; leave it out": "specialize-active-lora",
     "labels are those of the checkpoint; leave it out": "max-lora-cls-labels",
-    "models read only text here: name the adapter as a request's model": "default-mm-loras",
-    "models read only text here; leave it out": """
+    "an adapter is of a request: name it as the request's model": "default-mm-loras",
+    "images are read as docs/images.md says, within limits as --set serve.max_images=8; leave it out": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb
         disable-mm-preprocessor-cache mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-encoder-tp-mode
         mm-encoder-attn-backend interleave-mm-strings skip-mm-profiling video-pruning-rate allowed-local-media-path
-        allowed-media-domains disable-chunked-mm-input enable-multimodal-encoder-data-parallel io-processor-plugin
+        disable-chunked-mm-input enable-multimodal-encoder-data-parallel io-processor-plugin
         enable-prompt-embeds mm-encoder-only mm-encoder-attn-dtype mm-encoder-fp8-scale-path
         mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin mm-tensor-ipc mm-ipc-gpu-memory-gb
         mm-device-do-normalize mm-hasher-algorithm mm-processor-device video-pruning-method trust-request-mm-kwargs
         ec-transfer-config ec-manager-config enable-tower-connector-lora enable-shm-tensor-arena""",
+    "images are fetched from the servers of --set serve.image_domains=[images.example.org]": "allowed-media-domains",
     "it is vLLM's older name; give --pooler-config": """
         override-pooler-config""",
     "an embedding is one vector of a text; leave it out": "enable-flash-late-interaction",

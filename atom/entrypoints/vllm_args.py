@@ -87,6 +87,10 @@ def write_collectives(is_nccl: bool) -> list[str]:
     return ["parallel.collectives=nccl"] if is_nccl else []
 
 
+def write_text_only(is_text_only: bool) -> list[str]:
+    return ["serve.images=false"] if is_text_only else []
+
+
 def write_load_format(name: str) -> list[str]:
     if name != "dummy":
         raise ConfigError(f"--load-format={name}: there is no such choice; choices: auto, safetensors, gguf, dummy")
@@ -324,6 +328,7 @@ class VLLMArgs(EngineArgs):
     disable_custom_all_reduce: bool | None = vllm_flag(
         "parallel.collectives", "sums of ranks on GPUs only through NCCL", write=write_collectives
     )
+    language_model_only: bool | None = vllm_flag("serve.images", "leave out what encodes images", write=write_text_only)
 
     # flags whose one meaning is what is done here anyway
     enable_auto_tool_choice: bool | None = vllm_flag("", "calls are read in every chat with tools", accepted=(True,))
@@ -343,7 +348,6 @@ class VLLMArgs(EngineArgs):
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
     enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
-    language_model_only: bool | None = vllm_flag("", "models read only text", accepted=(True,))
     enable_ep_weight_filter: bool | None = vllm_flag("", "a rank reads its own experts' weights", accepted=(True,))
     lora_dtype: str | None = vllm_flag("", "adapters are in the model's dtype", accepted=("auto",))
     model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))

@@ -5,7 +5,7 @@ name; a route counts for the paths below it, too.
 """
 
 NO_BEAMS = "there is no beam search; n draws several answers"
-TEXT_ONLY = "models read only text here; leave it out"
+IMAGES = "images are parts of messages, and read as the server's docs/images.md says; leave it out"
 LLGUIDANCE = "llguidance is the one library for grammars; leave it out"
 NO_TRANSFER = "no KV leaves its engine; leave it out"
 CHATS = "conversations are taken by /v1/chat/completions, /v1/responses, /v1/messages and /tokenize; send a text here"
@@ -19,7 +19,7 @@ INSTEAD = {
     "detokenize": "texts are always there; return_token_ids adds the token ids",
     "documents": "put their text into messages",
     "early_stopping": NO_BEAMS,
-    "ec_transfer_params": TEXT_ONLY,
+    "ec_transfer_params": IMAGES,
     "echo": "only of /v1/completions; a chat goes on with continue_final_message",
     "embed_dtype": "numbers are float32, also with encoding_format=base64; leave it out",
     "enable_response_messages": "POST /tokenize with messages shows what the model reads; leave it out",
@@ -34,14 +34,14 @@ INSTEAD = {
     "logits_processors": "take logit_bias, allowed_token_ids, bad_words or structured_outputs",
     "logprob_token_ids": "logprobs and top_logprobs report the most likely tokens; allowed_token_ids limits an answer",
     "max_tokens": "of chats, completions and messages; a response has max_output_tokens",
-    "media_io_kwargs": TEXT_ONLY,
+    "media_io_kwargs": IMAGES,
     "messages": CHATS,
-    "mm_payload": TEXT_ONLY,
-    "mm_processor_kwargs": TEXT_ONLY,
+    "mm_payload": IMAGES,
+    "mm_processor_kwargs": IMAGES,
     "padding": "inputs are never padded; leave it out",
     "previous_input_messages": "send the whole conversation as input",
     "prompt_embeds": "a prompt is a text or token ids; send prompt",
-    "return_mm_kwargs": TEXT_ONLY,
+    "return_mm_kwargs": IMAGES,
     "return_prompt_text": "POST /tokenize with messages gives the prompt's token ids, and POST /detokenize their text",
     "return_token_offsets": "POST /tokenize with return_token_strs gives the text of each token; leave it out",
     "return_tokens_as_token_ids": "return_token_ids adds the token ids",
@@ -62,7 +62,8 @@ INSTEAD = {
 }
 
 LABELS = "structured_outputs.choice limits an answer of POST /v1/chat/completions to labels"
-NO_MEDIA = "models read and write only text here"
+NO_SOUND = "models read text and images here, and write text"
+ENCODED = "serve.image_memory keeps encoded images, and the longest unused make room"
 FIXED = "weights stay what they are while a server runs; start it again, or load an adapter: serve.lora_modules"
 PAUSE = "POST /sleep?mode=keep and /wake_up stop and continue the engines, with serve.enable_sleep_mode=true"
 RANKS = "the number of ranks and engines is set at the start: see GET /server_info"
@@ -88,8 +89,8 @@ ROUTES = {
     "/pause": PAUSE,
     "/readyz": "write GET /ready",
     "/release_kv_cache_memory": "write POST /sleep?level=1, with serve.enable_sleep_mode=true",
-    "/reset_encoder_cache": NO_MEDIA,
-    "/reset_mm_cache": NO_MEDIA,
+    "/reset_encoder_cache": ENCODED,
+    "/reset_mm_cache": ENCODED,
     "/resume": PAUSE,
     "/scale_elastic_ep": RANKS,
     "/shutdown_weight_transfer_engine": FIXED,
@@ -98,7 +99,7 @@ ROUTES = {
     "/tokenizer_info": "serve.http.enable_tokenizer_info_endpoint=true adds it",
     "/update_weight_version": FIXED,
     "/update_weights": FIXED,
-    "/v1/audio": NO_MEDIA,
+    "/v1/audio": NO_SOUND,
     "/v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions: they run together",
     "/v1/chat/completions/derender": "write POST /detokenize",
     "/v1/chat/completions/render": "write POST /tokenize with messages",
@@ -107,7 +108,7 @@ ROUTES = {
     "/v1/decisions": LABELS,
     "/v1/load_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v1/messages/render": "POST /v1/messages/count_tokens counts its tokens; POST /tokenize shows those of a chat",
-    "/v1/realtime": NO_MEDIA,
+    "/v1/realtime": NO_SOUND,
     "/v1/responses": "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",
     "/v1/responses/render": "POST /v1/responses/input_tokens counts its tokens; POST /tokenize shows those of a chat",
     "/v1/systemone": LABELS,

@@ -100,7 +100,9 @@ MEANS: dict[str, list[str]] = {
     "--spec-method draft_model --spec-model org/small": ["serve.method='draft'", "serve.draft_model='org/small'"],
     "--spec-method deepseek_mtp": ["serve.method='mtp'"],
     "-sc '{\"method\":\"ernie_mtp\"}' -ep": ["serve.enable_expert_parallel=true", "serve.method='mtp'"],
-    "-pcp1 -dcp1 --language-model-only --enable-ep-weight-filter": [],
+    "-pcp1 -dcp1 --enable-ep-weight-filter": [],
+    "--language-model-only": ["serve.images=false"],
+    "--no-language-model-only": [],
     "--device-memory-utilization 0.5": ["serve.gpu_memory_utilization=0.5"],
     "--sse-keep-alive-interval 5 --log-level WARNING": [
         "advanced.comment_seconds=5.0",

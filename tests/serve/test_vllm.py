@@ -111,7 +111,7 @@ def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_
             "/v1/responses/resp_1/cancel",
             "serve.http.response_store_bytes=4GiB stores answers; or send the whole conversation as input",
         ),
-        ("/v1/audio/transcriptions", "models read and write only text here"),
+        ("/v1/audio/transcriptions", "models read text and images here, and write text"),
         ("/tokenizer_info", "serve.http.enable_tokenizer_info_endpoint=true adds it"),
         ("/v1/v1/score", "write /v1/score: the base URL has /v1 once, and no slash after it"),
     ],

@@ -413,7 +413,7 @@ class ChatMessage(Body):
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
     parsed: JSONObject | None = Field(None, description=LABEL)  # of an answer that OpenAI's SDK has parsed
     refusal: Text | None = Field(None, description="the content if it has no other")
-    audio: Annotated[None, must_be_null("models read only text here; leave it out")] = None  # of such an answer, too
+    audio: Annotated[None, must_be_null("sound is not read here; leave it out")] = None  # of such an answer, too
     function_call: Annotated[None, must_be_null("send tool_calls")] = None  # the same
 
 

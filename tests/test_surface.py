@@ -85,10 +85,10 @@ model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_n
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.attention.rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
+model.attention.rope: short_factor long_factor short_mscale long_mscale
 model.attention.window_rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.attention.window_rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
+model.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.mlp.0: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
 model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
@@ -96,10 +96,10 @@ model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate 
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
+model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale
 model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
-model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale sections sections_interleaved
+model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.blocks.NAME.mlp: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
 model.blocks.NAME.mlp: every first last skip
 model.blocks.NAME.mlp.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm

@@ -72,12 +72,10 @@ def segmented(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotar
     starts, window_starts = required(writer.segments)
     if writer.model.layer_type(layer) == "sliding_attention":
         starts = required(window_starts)
-    a = writer.call(
-        ops.segment_attention, *map(made.__getitem__, "qkv"), starts, scale=required(attention.scale), name="a"
-    )  # fmt: skip
-    return writer.linear(
-        writer.call(ops.merge_heads, a, name="a"), "o", writer.model.hidden, attention.o_bias, layer
-    )  # fmt: skip
+    scale, qkv = required(attention.scale), map(made.__getitem__, "qkv")
+    a = writer.call(ops.segment_attention, *qkv, starts, scale=scale, name="a")
+    a = writer.call(ops.merge_heads, a, name="a")
+    return writer.linear(a, "o", writer.model.hidden, attention.o_bias, layer)
 
 
 def project(

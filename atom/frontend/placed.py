@@ -32,9 +32,8 @@ class Placed(NamedTuple):
 
     def put(self, writer: Writer, x: Node, part: int = 0) -> Node:
         """x [T, H] with the rows in place of tokens that have one; of a further part, they are added."""
-        placed: Node = writer.call(
-            ops.place_rows, x, self.rows, self.encoded, part=part, adds=part > 0, name=x.name
-        )  # fmt: skip
+        which = {"part": part, "adds": part > 0}
+        placed: Node = writer.call(ops.place_rows, x, self.rows, self.encoded, **which, name=x.name)
         return placed
 
 

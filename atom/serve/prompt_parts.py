@@ -170,7 +170,7 @@ def describe_hit(
     if decode is not None and parts and hit.index < len(tokens):
         found["part"] = name_of(parts, len(decode(tokens[: hit.index], skip_special_tokens=False)))
     for name, token in (("token", hit.token), ("earlier_token", hit.earlier if shows_earlier else None)):
-        if token is not None and token >= 0:  # an image's placeholder is none of the vocabulary
+        if token is not None:
             found[name] = {"id": token} | ({"text": decode([token], skip_special_tokens=False)} if decode else {})
     if hit.seconds is not None:
         found["evicted_at"] = round(time.time() - hit.seconds, 3)

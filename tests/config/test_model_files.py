@@ -210,6 +210,16 @@ def stated(file: ModelFile, key: str) -> Any:
     return next((each.states(key) for each in chain if key.partition(".")[0] in each.spec), None)
 
 
+def has_tower(file: ModelFile) -> bool:
+    """Whether a file, or the nearest one that it inherits from and that says so, has a vision tower."""
+    for each in with_inherited(file.name, model_files()):
+        if "vision" in each.spec:
+            return each.spec["vision"] is not None
+        if any(isinstance(name, dict) and "/vision@vision" in name for name in each.spec.get("defaults", ())):
+            return True
+    return False
+
+
 def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):
     files = automatic()
     counts = Counter(name for file in files for name in file.spec.get("architectures", ()))
@@ -222,7 +232,7 @@ def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):
             ", ".join(f"`{name}`" for name in sorted(names, key=str.lower)),
             f"`{file.name}`",
             ", ".join(f"`{each}`" for each in types if chooses),
-            "text half" if any(name.endswith(SHARED) for name in names) else "",
+            "read" if has_tower(file) else "text half" if any(name.endswith(SHARED) for name in names) else "",
             "MTP" if stated(file, "mtp_layers") else "",
             f"`{found}`" if (found := file.states("gguf.architecture")) else "",
             f"`{found}`" if (found := stated(file, "tool_calls")) else "",

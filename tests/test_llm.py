@@ -531,8 +531,8 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
     engine = open_engine("llama")
     with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list"):
         engine.generate("one string")
-    with pytest.raises(RequestError, match="'multi_modal_data' is not a key of a prompt"):
-        engine.generate({"prompt": "one", "multi_modal_data": {}})
+    with pytest.raises(RequestError, match="'encoder_prompt' is not a key of a prompt"):
+        engine.generate({"prompt": "one", "encoder_prompt": "two"})
     with pytest.raises(RequestError, match="a prompt has 2 of the keys"):
         engine.generate([{"prompt": "one", "prompt_token_ids": [1]}])
     with pytest.raises(RequestError, match="a prompt has 0 of the keys"):

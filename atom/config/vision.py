@@ -31,7 +31,9 @@ def choose_images(config: Config) -> bool:
         raise ConfigError(f"serve.images=true does not work with {given}; divide the model by parallel.tensor")
     if asked is not None:
         return asked
-    return config.job.kind == "serve" and config.model.vision is not None and divided is None and has_pillow()
+    return (
+        config.job.kind in ("serve", "batch") and config.model.vision is not None and divided is None and has_pillow()
+    )
 
 
 def has_pillow() -> bool:

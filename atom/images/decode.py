@@ -107,7 +107,7 @@ class Decoder:
             left = left[os.write(fd, left[:BODY]) :]
 
     @staticmethod
-    def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+    def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
         assert process.stdout is not None, "it is a pipe"
         data, fd = bytearray(), process.stdout.fileno()
         while len(data) < size:
@@ -118,4 +118,4 @@ class Decoder:
             if not chunk:
                 raise ConnectionResetError("the process has ended")
             data += chunk
-        return bytes(data)
+        return data

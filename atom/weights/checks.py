@@ -88,9 +88,11 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
         shapes.append([math.prod(dims[:2]), dims[2]])
     if len(dims) == 1 and len(stored) == 2 and type.fmt is None:
         stored = [math.prod(stored)]
+    found = [list(stored)]
     if len(dims) == 2 and len(stored) > 3 and type.fmt is None:
-        stored = [stored[0], math.prod(stored[1:])]
-    return [dim for dim in stored if dim != 1] in [[dim for dim in shape if dim != 1] for shape in shapes]
+        found.append([stored[0], math.prod(stored[1:])])
+    known = [[dim for dim in shape if dim != 1] for shape in shapes]
+    return any([dim for dim in each if dim != 1] in known for each in found)
 
 
 def check_order(graph: Graph, checkpoint: Checkpoint) -> None:

@@ -57,7 +57,7 @@ def test_schedulers_plan_for_stages_that_overlap(overlap: bool, num_stages: int,
     assert len(groups) == 2 and budget is None
     assert [each[0] for each in opened] == caches
     assert {each[4] for each in opened} == {num_stages}
-    assert all(each[5] == {"delay_factor": 0.5, "prefill_budget": None} for each in opened)
+    assert all(each[5] == {"delay_factor": 0.5, "prefill_budget": None, "images": None} for each in opened)
 
 
 @pytest.mark.parametrize("has_ranks", [True, False])

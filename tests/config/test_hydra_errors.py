@@ -30,7 +30,7 @@ def test_an_unknown_key_is_sought_near_then_everywhere():
 
 def test_keys_that_users_cannot_set_are_not_named_in_place_of_an_unknown_one():
     message = str(unknown_key("nope", Config))
-    assert "prompts, recipe, cache, model, " in message and "hf" not in message and "overrides" not in message
+    assert "prompts, images, recipe, cache, model, " in message and "hf" not in message and "overrides" not in message
 
 
 def test_an_error_with_circular_causes_is_reported_in_one_line():

@@ -87,6 +87,7 @@ def test_the_text_runs_without_a_tower_that_is_not_supported(
 def test_a_server_without_pillow_serves_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [f"checkpoint={folder}", "device=cpu", "load_dummy=true"]
     write(folder, "preprocessor_config.json", NUMBERS)
-    assert load(given).reads_images
+    assert load(given).reads_images and load([*given, "job=batch"]).reads_images
+    assert not load([*given, "job=generate"]).reads_images
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert not load(given).reads_images

@@ -134,7 +134,7 @@ def test_a_process_that_ended_or_hangs_is_replaced() -> None:
 
 def test_closing_ends_the_image_that_is_decoded_and_begins_no_other():
     with ThreadPoolExecutor(1) as threads, Decoder(seconds=60.0) as decoder:
-        decoder._process = hangs = start_python("import time; print(flush=True); time.sleep(60)")
+        decoder._process = hangs = start_python("import time; print(flush=True); time.sleep(60)", stderr=None)
         assert hangs.stdout is not None
         hangs.stdout.read(1)
         decoding = threads.submit(decoder.decode, b"")

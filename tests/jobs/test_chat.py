@@ -16,7 +16,7 @@ import transformers
 
 from atom.cli import main
 from atom.config.load import load
-from atom.jobs import chat
+from atom.jobs import chat, generate
 from atom.jobs.chat import Chat
 from atom.llm import LLMEngine
 
@@ -79,7 +79,7 @@ def test_prompts_as_chats_have_it_and_plain_ones_refuse_it(
     asked: list[list[dict[str, str]]] = []
     monkeypatch.setattr(LLMEngine, "from_config", lambda config, clock: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
-    monkeypatch.setattr(engine, "encode_chat", lambda messages: asked.append(messages) or [1, 2])
+    monkeypatch.setattr(generate, "encode_conversation", lambda _, messages: asked.append(messages) or [1, 2])
     given = [f"checkpoint={talker}", "prompts=[Hi]", "job.system_prompt=Be brief.", "sampling.max_tokens=1", *GIVEN]
     assert main([*given, "job.chat=true"]) == 0
     assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]]

@@ -64,6 +64,7 @@ def post(
         await engine.connect(ours)
         await engine.ready.wait()
         before(context)
+        await asyncio.sleep(0)  # tasks that it made begin
         transport = httpx.ASGITransport(create_app(context, tenants))
         async with httpx.AsyncClient(transport=transport, base_url="http://atom") as http:
             response = await http.post(path, json=body, headers=headers)

@@ -34,9 +34,11 @@ from atom.serve.http.errors import ContextLengthError, FieldError, ModelNotFound
 from atom.serve.openai.response_store import ResponseStore
 from atom.serve.ops.metrics import Metrics
 from atom.serve.ops.traces import open_traces
+from atom.serve.prompt_images import OtherThreadError, begin_thread
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
+NUM_IMAGE_THREADS = 2  # that do so of requests with images, and read these
 TEMPLATE_SECONDS = 10.0  # after which a server refuses a chat
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
 ANY_MODEL = ("default", "dummy", "local-model", "tgi")  # what clients of servers with one model call it
@@ -66,6 +68,7 @@ class Shared:
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
+        self.image_threads = ThreadPoolExecutor(NUM_IMAGE_THREADS, "images", begin_thread)
         self.logged: set[str] = set()  # what `log_once` has logged
 
     def find(self, tenant: Tenant, model: str | None) -> Context:
@@ -99,6 +102,7 @@ class Shared:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.image_threads.shutdown(wait=False, cancel_futures=True)
         for each in self.contexts:
             if each.images is not None:
                 each.images.close()
@@ -235,10 +239,14 @@ class Context:
         return work() if is_short else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run slow work in a thread. RequestError if it takes too long."""
+        """Run slow work in a thread, anew in another one if it reads images. RequestError if it takes too long."""
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self.shared.threads, work), self.prepare_seconds)
+            async with asyncio.timeout(self.prepare_seconds):
+                try:
+                    return await loop.run_in_executor(self.shared.threads, work)
+                except OtherThreadError:
+                    return await loop.run_in_executor(self.shared.image_threads, work)
         except TimeoutError:
             raise RequestError(f"the request took more than {self.prepare_seconds:g} s to prepare") from None
 

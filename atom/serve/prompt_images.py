@@ -4,6 +4,9 @@
     part = images.read(GivenImage("data:image/png;base64,…", None, "messages", "messages.0.content.1", "image", "text"))
     images.found                                     # in the order of their reading
 
+Reading takes threads of their own, which `begin_thread` marks: in any other it raises OtherThreadError, and the request
+is prepared again in one of them (`Context.in_thread`). So texts do not wait until others' images are decoded.
+
 A template gets {"type": "image"} in place of an image, and writes the token that stands for it. For a model that reads
 no images, those of tools' results are a text that says so, and others are refused.
 """
@@ -11,6 +14,7 @@ no images, those of tools' results are a text that says so, and others are refus
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -20,7 +24,17 @@ from atom.images.types import Image
 from atom.serve.content import IMAGE
 from atom.serve.http.errors import FieldError, shown
 
+_thread = threading.local()
 PLACE = "place"  # field of a template's part: which image of the conversation it is
+
+
+class OtherThreadError(Exception):
+    """An image is to be read in another thread."""
+
+
+def begin_thread() -> None:
+    """Mark this thread as one that reads images."""
+    _thread.reads_images = True
 
 
 class GivenImage(NamedTuple):
@@ -50,7 +64,7 @@ class PromptImages:
         self.found: list[Image] = []
 
     def read(self, given: GivenImage) -> dict[str, Any]:
-        """The part of a template's content for an image. FieldError if it cannot be read.
+        """The part of a template's content for an image. FieldError if it cannot be read, OtherThreadError as above.
 
         One of a tool's result, that cannot be read, is a text: a client could not take it out of its history.
         """
@@ -59,6 +73,8 @@ class PromptImages:
                 return {"type": "text", "text": IMAGE}
             fault = f"{given.type} blocks are not supported here (supported: {given.known})"
             raise FieldError(given.field, f"{given.name}: {fault}")
+        if not getattr(_thread, "reads_images", False):
+            raise OtherThreadError
         if time.monotonic() > self._deadline:
             raise RequestError("the images of the request take too long")
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +24,8 @@ from atom.config.schema import VisionConfig
 from atom.images.reader import ImageReader
 from atom.images.types import placeholder
 from atom.runtime.images.placeholders import check_images
+from atom.serve.context import NUM_THREADS
+from atom.serve.prompt_images import GivenImage, PromptImages
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TOKEN = 258  # <|endoftext|>, which stands for an image here
@@ -227,3 +233,22 @@ def test_no_image_is_read_once_nobody_waits_for_it(config: Config, path: str, mo
     assert answer.status_code == 400 and "took more than 0.1 s" in answer.text
     time.sleep(0.6)
     assert len(found) == 1
+
+
+def test_texts_are_prepared_while_images_are_decoded(config: Config):
+    """More requests with images than there are threads for texts."""
+    goes_on, waiting = threading.Event(), []
+    reader: Any = SimpleNamespace(read_url=lambda url, detail: goes_on.wait(30))
+    given = GivenImage(url(RED), None, "messages", "messages.0.content.0", "image_url", "text")
+
+    def occupy(context: Any) -> None:
+        read = partial(PromptImages(reader, 1, limit=1).read, given)
+        waiting.extend(asyncio.ensure_future(context.in_thread(read)) for _ in range(NUM_THREADS + 2))
+
+    def say(submit: Any) -> Any:
+        goes_on.set()
+        return scripted.answers(Said(["Hi"]), submit)
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    answer, seen = scripted.post(config, say, body, CHAT, before=occupy)
+    assert answer.status_code == 200 and len(seen) == 1

@@ -64,7 +64,10 @@ class Flag(NamedTuple):
 
 # what the key of a flag begins with, the first counts -> the group of --help that the flag is in
 GROUPS = {
-    **dict.fromkeys(("checkpoint", "revision", "trust_remote_code", "dtype", "load_dummy", "quant.", "cache"), "model"),
+    **dict.fromkeys(
+        ("checkpoint", "revision", "trust_remote_code", "dtype", "load_dummy", "quant.", "cache", "serve.images"),
+        "model",
+    ),
     **dict.fromkeys(("model.", "sampling", "serve.pooler_config"), "answers and embeddings"),
     **dict.fromkeys(("parallel.", "serve.enable_expert_parallel", "serve.enable_dp_attention"), "several devices"),
     **dict.fromkeys(("serve.method", "serve.draft_model", "serve.num_speculative", "serve.acceptance"), "drafts"),

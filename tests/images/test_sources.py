@@ -33,9 +33,10 @@ class Files(BaseHTTPRequestHandler):
         elif path == "/slow":
             self.send_response(200)
             self.flush_headers()
-            for number in range(100):
-                self.wfile.write(f"X-Part: {number}\r\n".encode())
-                time.sleep(0.05)
+            with contextlib.suppress(OSError):  # until the client leaves
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
         elif path in bodies:
             self.send_response(200)
             self.send_header("Content-Length", str(len(bodies[path]) + (path == "/short")))
@@ -116,10 +117,8 @@ def test_faults_of_a_listed_server_are_a_line(port: int, path: str, message: str
 
 
 def test_a_server_that_sends_little_by_little_is_left(port: int) -> None:
-    begun = time.monotonic()
     with pytest.raises(RequestError, match="was not to be had: it took too long"):
         read_source(f"http://localhost:{port}/slow", HERE._replace(seconds=0.2))
-    assert time.monotonic() - begun < 4, "its headers take 5 s"
 
 
 def test_names_inside_a_domain() -> None:

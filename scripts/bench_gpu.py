@@ -419,7 +419,7 @@ def measure_photos(row: Photos, runs: int, limits: dict[str, float]) -> tuple[li
     engine.close()
     vision, rates = config.model.vision, Limits(**limits)
     assert vision is not None, "the row's model reads images"
-    num_rows = (row.side // (vision.patch * vision.merge)) ** 2
+    num_rows = (row.side // (vision.patch * vision.merger.side)) ** 2
     prompt = Step(0.0, array("q"), [(0, num_rows + row.input_len)], 1)
     least = min_seconds(read_costs(graph), prompt, rates) + encoder_flops(graph, num_rows) / rates.flops
     return [row.num_requests / each for each in seconds[1:]], 1 / least

@@ -23,7 +23,7 @@ def draw_prompt_with_images(
     chance, tokens, placed = random.Random(seed), list[int](), list[PlacedImage]()
     for number, (height, width) in enumerate(grids):
         pixels = chance.randbytes(height * width * model.vision.patch_size)
-        digest, num_rows = (seed + 1 << 40) + (number << 20), height * width // model.vision.merge**2
+        digest, num_rows = (seed + 1 << 40) + (number << 20), height * width // model.vision.merger.side**2
         tokens += [chance.randrange(LAST_TOKEN) for _ in range(num_text // (len(grids) + 1))]
         image, start = Image(digest, pixels, ((1, height, width),), num_rows), len(tokens)
         tokens += [placeholder(digest, row) for row in range(num_rows)]

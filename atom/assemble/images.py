@@ -38,7 +38,7 @@ def open_images(graph: Graph, config: Config) -> EngineImages | None:
     vision, pool = config.model.vision, RowPool(count_rows(graph, config))
     assert vision is not None, "the text was written of it"
     has_sections = any(node.name == ROPE_POSITIONS for node in graph.programs[BODY].inputs)
-    find_rope = functools.partial(rope_positions, merge=vision.merge) if has_sections else None
+    find_rope = functools.partial(rope_positions, merge=vision.merger.side) if has_sections else None
     return EngineImages(
         EncodePlanner(pool, config.serve.max_patches),
         StepImages(pool, functools.partial(encoder_inputs, vision=vision)),
@@ -62,9 +62,9 @@ def largest_encode(graph: Graph, config: Config) -> Encode | None:
     vision, num_rows = config.model.vision, count_rows(graph, config)
     if vision is None or not num_rows:
         return None
-    height = max(math.isqrt(config.serve.max_patches) // vision.merge, 1)
-    width = max(config.serve.max_patches // (height * vision.merge**2), 1)
-    num_patches = height * width * vision.merge**2
+    height = max(math.isqrt(config.serve.max_patches) // vision.merger.side, 1)
+    width = max(config.serve.max_patches // (height * vision.merger.side**2), 1)
+    num_patches = height * width * vision.merger.side**2
     pixels = bytes(num_patches * vision.patch_size)
-    image = Image(0, pixels, ((1, height * vision.merge, width * vision.merge),), height * width)
+    image = Image(0, pixels, ((1, height * vision.merger.side, width * vision.merger.side),), height * width)
     return pack_encode(encoder_inputs([image], vision), np.arange(height * width, dtype=np.int32) % num_rows)

@@ -62,8 +62,8 @@ def respell_mlp(mlp: MLPConfig) -> MLPConfig:
 def respell_vision(vision: VisionConfig | None) -> VisionConfig | None:
     if vision is None:
         return None
-    named = {name: getattr(vision, name) for name in ("activation", "merge_activation")}
-    return replace(vision, **{name: ACTIVATIONS.get(kind, kind) for name, kind in named.items()})
+    merger = replace(vision.merger, activation=ACTIVATIONS.get(vision.merger.activation, vision.merger.activation))
+    return replace(vision, activation=ACTIVATIONS.get(vision.activation, vision.activation), merger=merger)
 
 
 def divide_attention(parallel: ParallelConfig) -> ParallelConfig:

@@ -156,8 +156,9 @@ def derive_source(source: Source, composed: DictConfig, config_dirs: Sequence[st
 
 
 def drop_vision(composed: DictConfig, hf: Mapping[str, Any]) -> None:
-    """Leave out what encodes images if the checkpoint is of a text only, whose config.json has no fields of that."""
-    if hf.get("vision_config") is None:
+    """Leave out what encodes images if config.json has no fields of that, or those of another tower."""
+    tower, types = hf.get("vision_config"), OmegaConf.select(composed, "model.vision.model_types")
+    if tower is None or (types and tower.get("model_type") not in types):
         OmegaConf.update(composed, "model.vision", None)
 
 

@@ -430,9 +430,23 @@ class Eagle3Config:
 
 
 @dataclass
+class MergerConfig:
+    """How the hidden states of a tower's patches become rows for the body."""
+
+    side: int = number(1, 1, 64)  # of the square of patches that become one row
+    norm: str = one_of("patch", "none")  # ahead of joining: of each patch, or none
+    norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
+    fold_linear: bool = False  # joined ones pass a linear to the size of one, stored channel by channel
+    width: int | None = number(None, 1, INT32)  # between the two linears that make the row; null: as joined
+    bias: bool = True  # on these
+    activation: str = one_of("gelu", "gelu_tanh", "silu")  # between them
+
+
+@dataclass
 class VisionConfig:
     """A vision transformer: the patches of images become rows, each of which a token of the body takes."""
 
+    model_types: list[str] = field(default_factory=list)  # of vision_config that have this tower; none: any
     channels: int = number(3, 1, 4)  # of a pixel
     patch: int = number(16, 1, 1 << 10)  # pixels of a patch's side
     frames: int = number(1, 1, 16)  # that a patch has one after the other; a still image has all alike
@@ -440,9 +454,13 @@ class VisionConfig:
     std: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, that they are then divided by
     min_pixels: int = number(65536, 1, INT32)  # of an image, which is enlarged to them
     max_pixels: int = number(16777216, 1, INT32)  # to which a larger image is reduced
+    max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
     resample: str = one_of("bicubic", "bilinear", "lanczos")  # by Pillow's names
     token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
+    line_end: int | None = number(None, 0, INT32)  # id after each line of an image's rows but the last; null: none
+    image_end: int | None = number(None, 0, INT32)  # id after the last line, if lines have ends
     patch_bias: bool = True  # on the linear that embeds a patch
+    patch_norm: bool = False  # embedded patches are normed ahead of the layers
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
     layers: int = number(0, 0, MAX_LAYERS)  # of the tower
@@ -454,15 +472,16 @@ class VisionConfig:
     bias: bool = True  # on q, k and v
     o_bias: bool = True  # on o
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
+    rope_alternates: bool = False  # rows have every second frequency, columns those between; false: both the former
     mlp: str = one_of("plain", "gated")  # plain: up, activation, down; gated: down of the gate's activation times up
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp
     activation: str = one_of("gelu", "gelu_tanh", "silu", "quick_gelu")  # of the mlp
-    merge: int = number(1, 1, 64)  # side of the square of patches whose hidden states become one row
-    merge_activation: str = one_of("gelu", "gelu_tanh", "silu")  # between the two linears that make the row
+    merger: MergerConfig = field(default_factory=MergerConfig)
     out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden
     deepstack: list[int] = field(default_factory=list)  # layers whose outputs become parts of a row, too
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
+    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, besides null
 
     @property
     def patch_size(self) -> int:

@@ -70,6 +70,11 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.layer_types names only {len(vision.layer_types)} layers, it has {vision.layers}")
     if ("sliding_attention" in (vision.layer_types or ())) != (vision.window is not None):
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
+    if (vision.line_end is None) != (vision.image_end is None):
+        raise ConfigError(f"{at}: line_end and image_end are of the same images; set both, or none")
+    for key, value in vision.assumes.items():
+        if (found := config.hf.get(key)) not in (None, value):
+            raise UnsupportedError(f"{config.checkpoint}: {key}={found} is not supported (supported: {value})")
     check_sections(config)
     check_processor(config, vision)
     return replace(vision, out=config.model.hidden)
@@ -96,13 +101,16 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "resample": RESAMPLE[vision.resample],
         "patch_size": vision.patch,
         "temporal_patch_size": vision.frames,
-        "merge_size": vision.merge,
+        "merge_size": vision.merger.side,
     }
     stored = config.hf.get("image_processor", {})
     for key, value in ours.items():
-        if (found := stored.get(key)) not in (None, value):
+        if (found := stored.get(key)) not in (None, value, {"height": value, "width": value}):
             at = f"{config.checkpoint}: {key}={found} of its image processor"
             raise UnsupportedError(f"{at} is not supported (supported: {value})")
+    if vision.max_edge is not None and "longest_edge" not in (size := stored.get("size") or {"longest_edge": 0}):
+        at = f"{config.checkpoint}: size={size} of its image processor"
+        raise UnsupportedError(f"{at} is not supported (supported: longest_edge)")
 
 
 def tower_modules(vision: VisionConfig | None) -> frozenset[str]:

@@ -28,7 +28,7 @@ from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import VISION, Program, Type, ops
+from atom.graph import VISION, Cat, Program, Slice, Type, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
 
@@ -38,16 +38,17 @@ AS_STORED = QuantConfig()  # quant= is of the text; a tower has a few percent of
 
 def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
     """dtype: of rows and of what is computed"""
-    num = multiply("M", vision.merge**2)
+    num = multiply("M", vision.merger.side**2)
     patches = program.input("patches", Type("u8", (num, vision.patch_size)))
     has_places = vision.table_side is not None or vision.rope_theta is not None
     places = program.input("places", Type("i64", (num, PLACE))) if has_places else None
     starts = program.input("starts", Type("i32", ("S",)))
     has_windows = "sliding_attention" in (vision.layer_types or ())
     window_starts = program.input("window_starts", Type("i32", ("W",))) if has_windows else None
-    writer = Writer(tower_of(vision), program, dtype, dtype, AS_STORED, segments=Segments(starts, window_starts))
+    tower, segments = tower_of(vision), Segments(starts, window_starts)
+    writer = Writer(tower, program, dtype, dtype, AS_STORED, segments=segments)
     x = embed_patches(writer, vision, patches, places)
-    rotary = rotary_of(writer, required(places)) if vision.rope_theta is not None else None
+    rotary = rotary_of(writer, vision, required(places)) if vision.rope_theta is not None else None
     parts: list[Node] = []
     for layer in range(vision.layers):
         x, _ = write_layer(writer, x, rotary, layer)
@@ -88,6 +89,8 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     scaled: dict[str, Any] = {name: [LEVELS * each for each in getattr(vision, name)] for name in ("mean", "std")}
     pixels = writer.call(ops.normalize_pixels, patches, **scaled, dtype=writer.dtype, name="pixels")
     x = writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
+    if vision.patch_norm:
+        x = writer.norm(x, "patch_norm")
     if (side := vision.table_side) is None:
         return x
     table = writer.weight("positions", (side**2, vision.hidden))
@@ -96,30 +99,43 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     return total
 
 
-def rotary_of(writer: Writer, places: Node) -> Rotary:
-    """Half of the pairs of dims turn by the row, half by the column, all by the same frequencies."""
+def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
+    """Half of the pairs of dims turn by the row, half by the column."""
     rope = writer.model.attention.rope
     pairs = required(rope.dims) // 4
-    freqs = rope_freqs(replace(rope, dims=pairs * 2))
-    pair = writer.call(ops.rotary_sections, places, freqs, sections=[pairs, pairs], name=("cos", "sin"))
+    dims = pairs * 2
+    half = replace(rope, dims=dims)
+    freqs = rope_freqs(half)
+    if not vision.rope_alternates:
+        pair = writer.call(ops.rotary_sections, places, freqs, sections=[pairs, pairs], name=("cos", "sin"))
+        return Rotary(pair, pair, rope.interleaved)
+    between = rope_freqs(replace(half, kind="linear", factor=rope.theta ** (1 / dims)))
+    by_row = writer.call(ops.rotary_sections, places, freqs, sections=[pairs], name=("cos", "sin"))
+    by_column = writer.call(ops.rotary_sections, places, between, sections=[0, pairs], name=("cos", "sin"))
+    pair = tuple(writer.call(ops.join, *both, name=both[0].name) for both in zip(by_row, by_column, strict=True))
     return Rotary(pair, pair, rope.interleaved)
 
 
 def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int | None = None) -> Node:
-    """x [P, H] -> [M, rows of the body]: neighbours are joined, and pass two linears
+    """x [P, H] -> [M, rows of the body]: neighbours are joined, and pass linears
 
-    role: merge, whose norm is of each patch; deepstack, whose norm is of the joined ones
+    role: merge, whose norm, if any, is of each patch; deepstack, whose norm is of the joined ones
     """
-    num = vision.merge**2
+    merger = vision.merger
+    num = merger.side**2
 
     def folded(x: Node) -> Node:
         made: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
         return made
 
-    def normed(x: Node) -> Node:
-        return writer.norm(x, f"{role}_norm", index)
-
-    h = folded(normed(x)) if role == "merge" else normed(folded(x))
-    h = writer.linear(h, f"{role}_up", num * vision.hidden, True, index)
-    h = writer.call(ops.activate, h, kind=vision.merge_activation, name="active")
-    return writer.linear(h, f"{role}_down", required(vision.out), True, index)
+    if role == "deepstack":
+        h = writer.norm(folded(x), "deepstack_norm", index)
+    else:
+        h = folded(writer.norm(x, "merge_norm", eps=merger.norm_eps) if merger.norm == "patch" else x)
+    if merger.fold_linear:
+        stored = writer.matrix(f"{role}_in", (vision.hidden, num * vision.hidden))
+        by_patch = Cat(tuple(Slice(stored, patch, num * vision.hidden, 1, num) for patch in range(num)), 1)
+        h = writer.multiply(h, by_patch, role=f"{role}_in", layer=index)
+    h = writer.linear(h, f"{role}_up", merger.width or num * vision.hidden, merger.bias, index)
+    h = writer.call(ops.activate, h, kind=merger.activation, name="active")
+    return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)

@@ -138,16 +138,24 @@ class Writer:
         return act if is_taken else None
 
     def norm(
-        self, x: Node, role: str, layer: int | None = None, name: str = "h", weight_of_heads: str = "shared"
+        self,
+        x: Node,
+        role: str,
+        layer: int | None = None,
+        name: str = "h",
+        weight_of_heads: str = "shared",
+        eps: float | None = None,
     ) -> Node:
         """x [..., H], normed along its last dim
 
         weight_of_heads: as attention.qk_norm_weight, of x [T, N, D]
+        eps: None: the model's
         """
         norm, shape = self.model.norm, x.meta["type"].shape[-2 if weight_of_heads == "by_head" else -1 :]
         is_final = role == "final_norm" and norm.final_offset is not None
         offset = required(norm.final_offset) if is_final else norm.offset
-        eps = norm.after_eps if role.endswith("_after_norm") and norm.after_eps is not None else norm.eps
+        if eps is None:
+            eps = norm.after_eps if role.endswith("_after_norm") and norm.after_eps is not None else norm.eps
         ones = Full(1.0, Type(self.dtype, shape))
         if norm.kind == "l2":  # the length is the root of the mean square times that of the number of channels
             eps, ones = eps / int(shape[-1]), Full(int(shape[-1]) ** -0.5, Type("fp32", shape))

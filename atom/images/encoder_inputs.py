@@ -27,13 +27,13 @@ def encoder_inputs(
     segments = [height * width for frames, height, width in grids for _ in range(frames)]
     inputs: dict[str, npt.NDArray[np.generic]] = {
         "patches": np.frombuffer(pixels, np.uint8).reshape(-1, vision.patch_size),
-        "places": np.concatenate([find_places(grid, vision.merge) for grid in grids]),
+        "places": np.concatenate([find_places(grid, vision.merger.side) for grid in grids]),
         "starts": np.array([*accumulate(segments, initial=0)], np.int32),
     }
     order = np.arange(sum(image.num_rows for image in images))
     if vision.window is not None:
-        order, sizes = order_by_window(grids, vision.merge, vision.window)
-        num = vision.merge**2  # patches of a row
+        order, sizes = order_by_window(grids, vision.merger.side, vision.window)
+        num = vision.merger.side**2  # patches of a row
         for name in ("patches", "places"):
             inputs[name] = inputs[name].reshape(len(order), num, -1)[order].reshape(len(order) * num, -1)
         inputs["window_starts"] = np.array([*accumulate(sizes * num, initial=0)], np.int32)

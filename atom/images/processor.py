@@ -3,8 +3,8 @@
     processor = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=151655)
     image = prepare(pixels, processor)          # pixels u8[height, width, 3]
 
-Sizes and patches are those of `Qwen2VLImageProcessorPil`, which has Pillow resize. Its twin that has torchvision do so
-rounds otherwise: a pixel may differ by a level or two.
+Sizes and patches are those of `Qwen2VLImageProcessorPil` and `PixtralImageProcessorPil`, which have Pillow resize.
+Their twins that have torchvision do so round otherwise: a pixel may differ by a level or two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Processor(NamedTuple):
     max_pixels: int  # to which a larger one is reduced
     token: int  # id of the token that stands for an image in a chat template
     resample: str = "bicubic"  # by Pillow's names
+    max_edge: int | None = None  # to which a longer side is reduced, and none is enlarged; None: by pixels only
+    ends: tuple[int, int] | None = None  # ids after each line of an image's rows, and after its last one
 
     @property
     def side(self) -> int:
@@ -46,8 +48,11 @@ def processor_of(vision: VisionConfig) -> Processor:
     """The numbers of a tower's processor. RequestError if nothing in a prompt stands for an image."""
     if vision.token is None:
         raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
-    numbers = vision.patch, vision.frames, vision.merge, vision.min_pixels, vision.max_pixels
-    return Processor(*numbers, vision.token, vision.resample)
+    numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
+    ends = None
+    if vision.line_end is not None and vision.image_end is not None:
+        ends = vision.line_end, vision.image_end
+    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, ends)
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
@@ -78,6 +83,8 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int) -> 
     side = processor.side
     if max(height, width) > MAX_RATIO * min(height, width):
         raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
+    if processor.max_edge is not None:
+        return fit_edge(height, width, processor.max_edge, side, max_pixels)
     # Python's round, to the even one of two neighbours, as in transformers
     fitted = round(height / side) * side, round(width / side) * side
     if fitted[0] * fitted[1] > max_pixels:
@@ -89,6 +96,18 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int) -> 
     else:
         rows, columns = fitted
     return rows, columns
+
+
+def fit_edge(height: int, width: int, edge: int, side: int, max_pixels: int) -> tuple[int, int]:
+    """As fit_size, for an image whose longer side is reduced to an edge; sides are rounded up to multiples of side."""
+    ratio = max(height / edge, width / edge, 1.0)
+    rows, columns = (max(math.ceil(math.floor(each / ratio) / side), 1) for each in (height, width))
+    most = max_pixels // side**2
+    if rows * columns > most:
+        shrink = math.sqrt(rows * columns / most)
+        rows = min(max(math.floor(rows / shrink), 1), most)
+        columns = min(max(math.floor(columns / shrink), 1), most // rows)
+    return rows * side, columns * side
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: str = "bicubic") -> Pixels:

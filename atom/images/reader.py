@@ -68,7 +68,8 @@ class ImageReader:
 
     def place(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer."""
-        return place_images(tokens, images, self.processor.token)
+        processor = self.processor
+        return place_images(tokens, images, processor.token, ends=processor.ends)
 
     def show(self, tokens: Sequence[int]) -> list[int]:
         """A prompt's tokens with the image token in place of each placeholder."""

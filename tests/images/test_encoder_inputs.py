@@ -14,7 +14,7 @@ def test_patches_that_become_a_row_come_together() -> None:
 
 
 def test_segments_of_all_images_follow_one_another() -> None:
-    vision = VisionConfig(channels=1, patch=2, merge=1)
+    vision = VisionConfig(channels=1, patch=2)
     images = [Image(1, bytes(range(8)), ((1, 1, 2),), 2), Image(2, bytes(range(8, 20)), ((1, 1, 1), (2, 1, 1)), 3)]
     inputs, order = encoder_inputs(images, vision)
     assert inputs["patches"].tolist() == np.arange(20).reshape(5, 4).tolist()

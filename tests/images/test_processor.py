@@ -94,7 +94,7 @@ def test_two_image_tokens_next_to_each_other_are_two_images() -> None:
 
 
 def test_an_image_whose_tokens_are_not_in_a_row_is_named() -> None:
-    with pytest.raises(RequestError, match="image 0 takes 3 tokens; the prompt has fewer in a row for it"):
+    with pytest.raises(RequestError, match="image 0 takes 3 tokens; the prompt has others for it"):
         place_images([9, 1, 9, 9, 9], [made(100, 3), made(200, 1)], 9)
 
 

@@ -1,6 +1,7 @@
 """Write tiny GGUF files of `transformers` models, by the rules of llama.cpp's conversion scripts.
 
 path = gguf_files.convert(folder, tmp_path / "tiny.gguf")
+gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
 
 Names of tensors are those that the `gguf` package maps; metadata are what its writer's methods write.
 """
@@ -44,9 +45,24 @@ ARCHITECTURES = {
     "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2,
     "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
     "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "Qwen2VLForConditionalGeneration": gguf.MODEL_ARCH.QWEN2VL,
+    "Qwen2_5_VLForConditionalGeneration": gguf.MODEL_ARCH.QWEN2VL,
+    "Qwen3VLForConditionalGeneration": gguf.MODEL_ARCH.QWEN3VL,
+    "Qwen3VLMoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN3VLMOE,
+    "Qwen3_5ForConditionalGeneration": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN35MOE,
+}
+PROJECTORS = {
+    "Qwen2VLForConditionalGeneration": gguf.VisionProjectorType.QWEN2VL,
+    "Qwen2_5_VLForConditionalGeneration": gguf.VisionProjectorType.QWEN25VL,
+    "Qwen3VLForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
+    "Qwen3VLMoeForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
+    "Qwen3_5ForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
+    "Qwen3_5MoeForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
+TOWER = re.compile(r"(?:model\.)?(?=visual\.)")
 
 
 def convert(
@@ -59,8 +75,9 @@ def convert(
     are rounded to, or whose blocks are drawn (FACTORS); packed: they are stored in it, too. scaled: matrices of layers
     are divided by a `.scale` that is stored with them, as llama.cpp has NVFP4; experts each by its own
     """
-    config = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
+    whole = json.loads((folder / "config.json").read_text())
+    config = whole | whole.get("text_config", {})
+    arch = ARCHITECTURES[whole["architectures"][0]]
     if arch is gguf.MODEL_ARCH.NEMOTRON_H:
         kinds = config["layers_block_type"]
         config["num_hidden_layers"] = len(kinds)
@@ -68,7 +85,13 @@ def convert(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
     write_parameters(writer, arch, config, old_mla)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    stored = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    stored = {
+        name.replace("model.language_model.", "model."): tensor.float()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not TOWER.match(name)
+    }
+    if (token := whole.get("image_token_id")) is not None:
+        writer.add_token_list([f"<{id}>" if id != token else "<|image_pad|>" for id in range(config["vocab_size"])])
     rope = config.get("rope_parameters") or {}
     for kind in ("short", "long"):
         if f"{kind}_factor" in rope:
@@ -161,6 +184,8 @@ def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any],
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
     kind = full.get("rope_type")
+    if "mrope_section" in full:
+        writer.add_rope_dimension_sections([*full["mrope_section"], 0])
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(full["factor"])
@@ -606,6 +631,18 @@ def with_scales_of_routers(tensors: dict[str, torch.Tensor], _: dict[str, Any]) 
             yield name if name.endswith(".weight") else f"{name}.weight", tensor
 
 
+def with_split_experts(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    """Qwen3-VL: gate and up are two tensors, all [E, out, in]."""
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, each in zip(("gate", "up"), tensor.mT.chunk(2, 1), strict=True):
+                yield name.replace("gate_up", part) + ".weight", each
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", tensor.mT
+        else:
+            yield name, tensor
+
+
 RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.LLAMA: with_rows_in_pairs,
     gguf.MODEL_ARCH.GEMMA3: with_larger_norms,
@@ -627,4 +664,72 @@ RULES: dict[Any, Callable[..., Tensors]] = {
     gguf.MODEL_ARCH.MAMBA2: of_mamba2,
     gguf.MODEL_ARCH.JAMBA: of_mamba,
     gguf.MODEL_ARCH.KIMI_LINEAR: of_kimi,
+    gguf.MODEL_ARCH.QWEN3VLMOE: with_split_experts,
 }
+
+
+def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool = False) -> Path:
+    """Write the tower of a checkpoint's folder to an mmproj file, as conversion/qwenvl.py and qwen3vl.py have it.
+
+    kind: the type of matrices whose columns are whole blocks. is_old: names of up and down the other way round
+    """
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    vision, (architecture,) = config["vision_config"], config["architectures"]
+    hidden, layers = vision.get("embed_dim", vision["hidden_size"]), vision["depth"]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(PROJECTORS[architecture])
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    writer.add_vision_image_size(560)
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(hidden)
+    writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
+    writer.add_vision_block_count(layers)
+    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_image_mean(processor["image_mean"])
+    writer.add_vision_image_std(processor["image_std"])
+    writer.add_vision_attention_layernorm_eps(config["text_config"]["rms_norm_eps"])
+    deep = vision.get("deepstack_visual_indexes", [])
+    if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN25VL:
+        writer.add_vision_use_silu(True)
+        writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
+    if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN3VL:
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+        writer.add_vision_is_deepstack_layers([layer in deep for layer in range(layers)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for mapped, each in rename_tower(TOWER.sub("", name), tensor.float(), names, deep) if TOWER.match(name) else ():
+            array, own = np.ascontiguousarray(each.numpy()), gguf.GGMLQuantizationType.F32
+            if array.ndim == 2 and "position" not in mapped and array.shape[1] % 32 == 0:
+                own = gguf.GGMLQuantizationType[kind]
+                array = gguf.quants.quantize(array, own)
+            if is_old and (match := re.search("ffn_up|ffn_down", mapped)):
+                mapped = mapped.replace(match[0], {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}[match[0]])
+            writer.add_tensor(mapped, array, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rename_tower(name: str, tensor: torch.Tensor, names: gguf.TensorNameMap, deep: list[int]) -> Tensors:
+    if name == "visual.patch_embed.proj.weight":
+        yield "v.patch_embd.weight", tensor[:, :, 0]
+        yield "v.patch_embd.weight.1", tensor[:, :, 1]
+        return
+    if match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)\.(\w+)", name):
+        yield f"v.deepstack.{deep[int(match[1])]}.{match[2]}.{match[3]}", tensor
+        return
+    if match := re.fullmatch(r"visual\.merger\.(?:linear_fc(\d)|norm)\.(\w+)", name):  # Qwen3-VL's
+        yield f"mm.{2 * int(match[1]) - 2}.{match[2]}" if match[1] else f"v.post_ln.{match[2]}", tensor
+        return
+    parts = {name: tensor}
+    if ".qkv." in name and not deep:  # only Qwen3-VL's are one tensor
+        parts = {name.replace("qkv", part): each for part, each in zip("qkv", tensor.chunk(3), strict=True)}
+    for own, each in parts.items():
+        mapped = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, own
+        yield mapped, each

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import gguf_files
 import numpy as np
 import PIL.Image
 import pytest
@@ -261,17 +262,22 @@ def test_a_large_image_is_reduced_to_what_a_step_encodes(models: Any) -> None:
     reader.close()
 
 
+@pytest.mark.parametrize("is_gguf", [False, True])
 def test_a_command_answers_prompts_about_files(
-    models: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_gguf: bool, models: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = models("Qwen3VL")
+    path = folder
+    if is_gguf:
+        path = gguf_files.convert(folder, tmp_path / "tiny.gguf")
+        gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), np.uint8)
     for name, each in zip(("one image.png", "b.png"), pixels, strict=True):
         PIL.Image.fromarray(each).save(tmp_path / name)
     prompt, fields = [5, vision.IMAGE, vision.IMAGE + 50, vision.IMAGE, 9], {"dtype": "fp32", "level": 1}
     limits = ["model.vision.min_pixels=64", "model.vision.max_pixels=4096", "serve.kv_cache_memory=4194304"]
     given = ["sampling.temperature=0", "sampling.max_tokens=6", "sampling.ignore_eos=true", "job.output=json"]
-    argv = [f"checkpoint={folder}", f"prompts=[{prompt}]", f"images=[{tmp_path}/one image.png,{tmp_path}/b.png]"]
+    argv = [f"checkpoint={path}", f"prompts=[{prompt}]", f"images=[{tmp_path}/one image.png,{tmp_path}/b.png]"]
     assert main([*argv, "device=cpu", *(f"{name}={value}" for name, value in fields.items()), *limits, *given]) == 0
     found = json.loads(capsys.readouterr().out)
     config = load([f"checkpoint={folder}", "device=cpu", "serve.images=true", "dtype=fp32", "level=1", *limits])

@@ -118,7 +118,7 @@ model.sections.0: layers loops name norm adds_input own_state
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
 model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
-model.gguf: architecture weights interleaved norm_offset split ignore_merges
+model.gguf: architecture weights interleaved norm_offset split ignore_merges projector tower image_token
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
@@ -137,7 +137,7 @@ job: a b bound bisect save_draft check max_inflight num_prompts input_len output
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection cache_retention explain reasoning tool_calls
-: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts images recipe cache hf generation overrides config_dirs draft other_models
+: checkpoint mmproj revision trust_remote_code dtype device seed level tune load_dummy prompts images recipe cache hf generation overrides config_dirs draft other_models
 """
 
 MODEL_FILES = """
@@ -255,6 +255,7 @@ LOCAL_IMPORTS = {
     # modules that import such packages
     "atom.assemble": "torch, as above",
     "atom.checkpoint.gguf.GGUFCheckpoint": "numpy, which a description of a folder does not need",
+    "atom.checkpoint.mmproj.with_tower": "numpy, as above",
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",

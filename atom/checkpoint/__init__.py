@@ -18,7 +18,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from atom.checkpoint.address import choose_gguf, parse_address
+from atom.checkpoint.address import choose_gguf, order_mmproj, parse_address
 from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.joined import DRAFT_PREFIX, JoinedCheckpoint
@@ -55,6 +55,8 @@ def open_checkpoint(
     weights: bool = True,
     progress: Progress = SILENT,
     towers: Collection[str] = (),
+    mmproj: str | None = None,
+    images: bool = True,
 ) -> Checkpoint:
     """Open a folder, a .gguf file or, if no such path exists, what a hub id or an address of the hub names.
 
@@ -62,7 +64,9 @@ def open_checkpoint(
     gguf: facts that a GGUF file leaves out.
     stacked: the parts of tensors that may be stored as one, see `unstack`.
     weights: False reads and downloads only the description of the model.
-    towers: modules that read images, whose tensors it has besides those of the text; GGUF files have none.
+    towers: modules that read images, whose tensors it has besides those of the text.
+    mmproj: the file that has the tower of a GGUF file; None: one that lies next to it.
+    images: False looks for no such file.
 
     Raises CheckpointError, UnsupportedError.
     """
@@ -80,10 +84,16 @@ def open_checkpoint(
         if path.suffix != ".gguf":
             raise CheckpointError(f"{location} is no .gguf file; name the folder of a safetensors checkpoint instead")
         from atom.checkpoint.gguf import GGUFCheckpoint
+        from atom.checkpoint.mmproj import with_tower
 
         checkpoint = GGUFCheckpoint(path, gguf)
+        if images:
+            found = [path.parent / name for name in order_mmproj(each.name for each in path.parent.iterdir())]
+            checkpoint = with_tower(checkpoint, mmproj, found, towers)
     else:
-        checkpoint = _open_from_hub(location, revision, gguf, weights, progress, towers)
+        checkpoint = _open_from_hub(location, revision, gguf, weights, progress, towers, mmproj, images)
+    if mmproj is not None and isinstance(checkpoint, FolderCheckpoint):
+        raise CheckpointError(f"mmproj={mmproj} is of a .gguf file, and {location} is none; leave it out")
     return unstack(checkpoint, stacked)
 
 
@@ -94,6 +104,8 @@ def _open_from_hub(
     weights: bool,
     progress: Progress,
     towers: Collection[str],
+    mmproj: str | None,
+    images: bool,
 ) -> Checkpoint:
     """Open what a hub id or an address names; a GGUF file is downloaded whole even for its description, the header."""
     address = parse_address(location)
@@ -116,10 +128,17 @@ def _open_from_hub(
         names = functools.partial(tensor_names, name, commit)
         return FolderCheckpoint(folder, location=name, weights=weights, fetch_names=names, towers=towers)
     from atom.checkpoint.gguf import GGUFCheckpoint
+    from atom.checkpoint.mmproj import with_tower
 
-    files = choose_gguf(address, list_files(name, revision=revision))
+    listed = list_files(name, revision=revision)
+    files = choose_gguf(address, listed)
     first, *_ = [download_file(name, file, revision=revision, progress=progress) for file in files]
-    return GGUFCheckpoint(first, gguf, location=f"{name}/{files[0]}")
+    checkpoint = GGUFCheckpoint(first, gguf, location=f"{name}/{files[0]}")
+    if not images:
+        return checkpoint
+    best = order_mmproj(listed)[:1] if mmproj is None else []
+    found = [download_file(name, file, revision=revision, progress=progress) for file in best]
+    return with_tower(checkpoint, mmproj, found, towers)
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:

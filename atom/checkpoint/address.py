@@ -11,7 +11,7 @@ a quantization.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -23,7 +23,10 @@ TAG = r"[^\s:/][^\s:]*"
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 OTHERS = ("datasets", "spaces", "collections", "papers", "blog", "docs")  # what else the hub has at its addresses
 DEFAULT_TAG = "Q4_K_M"  # as llama.cpp has it
-NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)", re.IGNORECASE)  # GGUF files next to those of models
+NO_MODEL = re.compile(r"mmproj[^/]*$|(^|/)imatrix", re.IGNORECASE)  # GGUF files next to those of models
+
+MMPROJ = re.compile(r"mmproj[^/]*\.gguf$", re.IGNORECASE)
+PREFERRED = ("bf16", "f16", "f32")  # in the name of an mmproj file, of several that a model has: the hub's dtype first
 
 
 class Address(NamedTuple):
@@ -100,3 +103,13 @@ def find_tagged(names: Collection[str], tag: str) -> list[str]:
             shortest = min(map(len, found))
             return [name for name in found if len(name) == shortest]  # Q4_K_M rather than UD-Q4_K_M
     return []
+
+
+def order_mmproj(files: Iterable[str]) -> list[str]:
+    """Those of these names or paths that are mmproj files', the best first."""
+
+    def rank(file: str) -> tuple[int, str]:
+        words = re.split(r"[^a-z0-9]", file.lower())
+        return next((at for at, dtype in enumerate(PREFERRED) if dtype in words), len(PREFERRED)), file
+
+    return sorted(filter(MMPROJ.search, files), key=rank)

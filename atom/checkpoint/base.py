@@ -114,6 +114,10 @@ class Checkpoint(ABC):
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         """A new tokenizer, or None if the checkpoint has none."""
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a token that a GGUF file lists; None if it does not, or the checkpoint is of another kind."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Close the files. Bytes already read stay valid."""

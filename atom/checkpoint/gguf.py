@@ -201,6 +201,10 @@ class GGUFCheckpoint(Checkpoint):
         facts = self._facts
         return build_tokenizer(self._metadata, self.location, split=facts.split, ignore_merges=facts.ignore_merges)
 
+    def token_id(self, text: str) -> int | None:
+        tokens = self._metadata.get("tokenizer.ggml.tokens", [])
+        return tokens.index(text) if isinstance(tokens, list) and text in tokens else None
+
     def close(self) -> None:
         self._stored = {}  # the file stays mapped until the last view of it is gone
 

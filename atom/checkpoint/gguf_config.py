@@ -275,6 +275,8 @@ def make_rope(
     if head_dim and "rope.dimension_count" in own:
         rotated = whole_number(path, "rope.dimension_count", own["rope.dimension_count"])
         rope |= {"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}
+    if isinstance(sections := own.get("rope.dimension_sections"), np.ndarray):  # padded to four
+        rope["mrope_section"] = np.trim_zeros(sections, "b").tolist()
     if "rope.freq_base_swa" in own:
         theta = number(path, "rope.freq_base_swa", own["rope.freq_base_swa"])
         rope["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}

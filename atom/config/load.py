@@ -142,12 +142,9 @@ def derive_source(source: Source, composed: DictConfig, config_dirs: Sequence[st
     check_tool_calls(config)
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     described = None if config.load_dummy else source.described
-    weights = config.model.weights | (
-        {role: name for role, name in config.model.gguf.weights.items() if role in config.model.weights}
-        if "gguf_architecture" in hf
-        else {}
-    )
-    model = replace(config.model, embedded=embedded, usual=None, weights=weights)
+    model = replace(config.model, embedded=embedded, usual=None)
+    if "gguf_architecture" in hf:
+        model = with_gguf_names(model)
     model = settle_head(model, described, source.overrides)
     config = replace(
         config, hf=hf, generation=sampling, overrides=source.overrides, config_dirs=list(config_dirs), model=model
@@ -155,10 +152,24 @@ def derive_source(source: Source, composed: DictConfig, config_dirs: Sequence[st
     return derive(config, source.names)
 
 
+def with_gguf_names(model: ModelConfig) -> ModelConfig:
+    """A model with the names that GGUF files have of its roles, and mmproj files of its tower's."""
+    weights = model.weights | {role: name for role, name in model.gguf.weights.items() if role in model.weights}
+    vision = model.vision
+    if vision is not None:
+        tower = {role: name for role, name in model.gguf.tower.items() if role in vision.weights}
+        vision = replace(vision, weights=vision.weights | tower)
+    return replace(model, weights=weights, vision=vision)
+
+
 def drop_vision(composed: DictConfig, hf: Mapping[str, Any]) -> None:
     """Leave out what encodes images if config.json has no fields of that, or those of another tower."""
     tower, types = hf.get("vision_config"), OmegaConf.select(composed, "model.vision.model_types")
-    if tower is None or (types and tower.get("model_type") not in types):
+    if "gguf_architecture" in hf:
+        is_known = tower is not None and tower["projector_type"] == OmegaConf.select(composed, "model.gguf.projector")
+    else:
+        is_known = tower is not None and (not types or tower.get("model_type") in types)
+    if not is_known:
         OmegaConf.update(composed, "model.vision", None)
 
 

@@ -117,7 +117,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         generation = embedded.get("generation") or {}
     else:
         try:
-            described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
+            asked = {"mmproj": value("mmproj"), "images": value("serve.images") is not False}
+            described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False, **asked)
         except UnreachableError:
             if usual is None or usual.spec["usual"].get("config") is None or value("revision") is not None:
                 raise
@@ -125,6 +126,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         else:
             hf, generation = described.config, described.generation_config
             name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
+            hf = hf | (image_token_of(described, with_inherited(name, files)) if isinstance(name, str) else {})
             has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors may be missing
             names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
             described.close()
@@ -132,6 +134,13 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
     kept += [override("model", name), override("model.name", name)]
     return Source(kept, hf, embedded, generation, names, tuple(with_inherited(name, files)), described)
+
+
+def image_token_of(described: Checkpoint, files: Iterable[ModelFile]) -> dict[str, int]:
+    """The entry of config.json for the token that stands for an image, which a GGUF file has among its tokens."""
+    text = next((value for file in files if (value := file.states("gguf.image_token")) is not None), None)
+    token = described.token_id(text) if text is not None else None
+    return {} if token is None else {"image_token_id": token}
 
 
 def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]:
@@ -233,7 +242,9 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         matching = taking_text(matching, hf.get("model_type"), f"{checkpoint} has the architecture {', '.join(names)}")
     if not matching:
         raise unknown_architecture(checkpoint, names, {name for name, _ in known if name})
-    if is_gguf or len(matching) == 1:
+    if is_gguf:
+        return next(iter(with_tower(matching, hf)))
+    if len(matching) == 1:
         return next(iter(matching))
     exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
     exact = exact or [name for name, file in matching.items() if not file.spec.get("model_types")]
@@ -241,6 +252,13 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
     return exact[0]
+
+
+def with_tower(matching: Mapping[str, ModelFile], hf: Mapping[str, Any]) -> list[str]:
+    """The names of model files of one GGUF architecture, first those of the tower that the checkpoint has."""
+    tower = (hf.get("vision_config") or {}).get("projector_type")
+    projectors = {name: file.spec["gguf"].get("projector") for name, file in matching.items()}
+    return sorted(matching, key=lambda name: (projectors[name] != tower, projectors[name] is not None))
 
 
 def unknown_architecture(checkpoint: str, names: Sequence[str], known: Collection[str]) -> UnsupportedError:

@@ -400,6 +400,9 @@ class GGUFConfig:
     norm_offset: float = 0.0  # what stored weights of norms exceed the hub's by
     split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
+    projector: str | None = None  # clip.projector_type of the mmproj files that have the model's tower
+    tower: dict[str, str] = field(default_factory=dict)  # role -> its name in these, in place of vision.weights.role
+    image_token: str | None = None  # the token that stands for an image in a prompt
 
 
 @dataclass
@@ -970,6 +973,7 @@ class Config:
     sampling: SamplingConfig = of("serve batch generate chat bench profile", field(default_factory=SamplingConfig))
     advanced: AdvancedConfig = field(default_factory=AdvancedConfig)
     checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
+    mmproj: str | None = None  # .gguf file with what encodes images for the one of checkpoint; null: one next to it
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", *MODEL_DTYPES)  # auto: the checkpoint's

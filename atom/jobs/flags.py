@@ -18,6 +18,9 @@ from atom.errors import ConfigError
 LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an environment variable; nothing at all
     "-m": "checkpoint={}",  # unless it is Hydra's
     "-hf --hf-repo": "checkpoint={}",
+    "-mm --mmproj": "mmproj={}",
+    "--no-mmproj": "serve.images=false",
+    "--image": "images=[{}]",
     "-c --ctx-size": "serve.max_model_len={}",
     "-t --threads": "OMP_NUM_THREADS={}",
     "-p --prompt": "prompts={}",

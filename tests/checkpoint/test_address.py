@@ -101,7 +101,7 @@ def test_a_tag_of_no_file_or_of_several_lists_them(tag: str | None, files: list[
 
 
 def test_one_file_needs_no_tag() -> None:
-    assert choose_gguf(Address("a/b"), ["x.gguf", "mmproj.gguf"]) == ["x.gguf"]
+    assert choose_gguf(Address("a/b"), ["x.gguf", "mmproj.gguf", "x-mmproj-f16.gguf"]) == ["x.gguf"]
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def test_a_model_file_without_a_checkpoint_means_its_usual_one(monkeypatch: pyte
     asked = []
     monkeypatch.setattr(model_files_module, "open_checkpoint", lambda *a, **k: asked.append((a, k)) or Described(5))
     config = load(["model=deepseek_v3", "revision=main"])
-    assert asked == [(("deepseek-ai/DeepSeek-V3",), {"revision": "main", "weights": False})]
+    (((checkpoint,), given),) = asked
+    assert (checkpoint, given["revision"], given["weights"]) == ("deepseek-ai/DeepSeek-V3", "main", False)
     assert (config.checkpoint, config.model.name, config.model.layers) == ("deepseek-ai/DeepSeek-V3", "deepseek_v3", 5)
     assert config.sampling.temperature == 0.6 and config.model.usual is config.model.embedded is None
     assert load(["recipe=deepseek_r1_tp8_mtp", "device=cpu"]).checkpoint == "deepseek-ai/DeepSeek-R1", (

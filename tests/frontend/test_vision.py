@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
 import vision
@@ -71,6 +72,18 @@ def assert_same_as_transformers(config: Config, model: Any) -> None:
 def test_rows_and_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = vision.save(name, tmp_path)
     assert_same_as_transformers(load_with_images(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", vision.MODELS)
+def test_a_tower_may_be_an_mmproj_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path = tmp_path / "model", tmp_path / "tiny.gguf"
+    text, tower = vision.MODELS[name]
+    if "window_size" in tower:  # of 112 pixels, as all these files mean
+        monkeypatch.setitem(vision.MODELS, name, (text, {**tower, "patch_size": 28, "window_size": 112}))
+    model = vision.save(name, folder)
+    gguf_files.convert(folder, path)
+    gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
+    assert_same_as_transformers(load_with_images(path), model)
 
 
 @torch.inference_mode()

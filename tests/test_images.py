@@ -210,7 +210,7 @@ def test_a_server_reads_images_unless_it_is_told_otherwise(models: Any) -> None:
         return load([f"checkpoint={folder}", "device=cpu", *overrides]).reads_images
 
     assert reads() and not reads("serve.images=false") and not reads("parallel.pipeline=2")
-    assert not reads("job=generate") and reads("job=generate", "serve.images=true")
+    assert reads("job=compile") and not reads("job=generate") and reads("job=generate", "serve.images=true")
     assert reads("job=generate", "images=[photo.jpg]")
     with pytest.raises(ConfigError, match=r"serve\.images=true does not work with parallel\.pipeline=2"):
         reads("serve.images=true", "parallel.pipeline=2")

@@ -821,7 +821,7 @@ class ServeConfig:
     cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
     max_itl_ms: float | None = number(None, 0, above=True)  # between two tokens while prompts arrive; null: no limit
-    images: bool | None = None  # read images in prompts; null: in a server and a batch, if the model has a tower
+    images: bool | None = None  # read images in prompts; null: to serve, batch or compile, if the model has a tower
     max_images: int = number(32, 1, 1 << 10)  # images of a request
     max_image_pixels: int = number(50_000_000, 1, 1 << 30)  # of an image's file; it is refused before it is decoded
     image_domains: list[str] = field(default_factory=list)  # servers whose images are fetched, as *.example.org

@@ -14,11 +14,12 @@ from atom.config.schema import Config, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SERVING = ("serve", "batch", "compile")  # jobs that serve, and the one that prepares their start
 RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of processors have
 
 
 def choose_images(config: Config) -> bool:
-    """Whether images are read: as asked, else by a server with Pillow, if the model has a tower.
+    """Whether images are read: as asked, else by jobs that serve, with Pillow, if the model has a tower.
 
     ConfigError if they are asked for of stages or data groups.
     """
@@ -31,9 +32,7 @@ def choose_images(config: Config) -> bool:
         raise ConfigError(f"serve.images=true does not work with {given}; divide the model by parallel.tensor")
     if asked is not None:
         return asked
-    return (
-        config.job.kind in ("serve", "batch") and config.model.vision is not None and divided is None and has_pillow()
-    )
+    return config.job.kind in SERVING and config.model.vision is not None and divided is None and has_pillow()
 
 
 def has_pillow() -> bool:

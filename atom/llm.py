@@ -295,7 +295,7 @@ class LLMEngine:
         names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
-                content, images = place_prompt(prompt, self._images, self._engine.vocabulary.tokenize)
+                content, images = place_prompt(prompt, self._images, self._engine.vocabulary)
                 options = RequestOptions(salt=prompt.salt, adapter=name, images=images)
                 prepared.append(self._engine.prepare(content, one, options))
             except RequestError as error:

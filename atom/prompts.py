@@ -7,7 +7,7 @@ prompts_of({"prompt": "<image>What is it?", "multi_modal_data": {"image": "photo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from atom.errors import RequestError
 from atom.images.reader import ImageReader
 from atom.images.types import PlacedImage
 from atom.pair_prompts import PairTemplate
+from atom.runtime.requests.vocabulary import Vocabulary
 
 Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -101,7 +102,7 @@ def take_image(part: Any, images: list[Any]) -> Any:
 
 
 def place_prompt(
-    prompt: SaltedPrompt, reader: ImageReader | None, tokenize: Callable[[Any], list[int]]
+    prompt: SaltedPrompt, reader: ImageReader | None, vocabulary: Vocabulary
 ) -> tuple[Any, tuple[PlacedImage, ...]]:
     """What an engine takes of a prompt: its content, and its images. RequestError if they cannot be read.
 
@@ -112,7 +113,7 @@ def place_prompt(
     if reader is None:
         raise RequestError("multi_modal_data: this model reads no images; a model with a tower needs serve.images=true")
     images = [reader.read_local(each) for each in prompt.images]
-    return reader.place(tokenize(prompt.content), images)
+    return reader.place(vocabulary.tokenize(prompt.content), images, vocabulary.tokenizer)
 
 
 def scored_prompts(

@@ -17,6 +17,7 @@ from atom.config.schema import (
     GPUConfig,
     Group,
     HTTPConfig,
+    ImageTextConfig,
     JobConfig,
     LightningConfig,
     Mamba2Config,
@@ -32,6 +33,7 @@ from atom.config.schema import (
     SectionConfig,
     ServeConfig,
     ShortConvConfig,
+    TilesConfig,
     VisionConfig,
 )
 
@@ -46,6 +48,7 @@ __all__ = [
     "GatedDeltaConfig",
     "Group",
     "HTTPConfig",
+    "ImageTextConfig",
     "JobConfig",
     "LightningConfig",
     "MLPConfig",
@@ -61,5 +64,6 @@ __all__ = [
     "SectionConfig",
     "ServeConfig",
     "ShortConvConfig",
+    "TilesConfig",
     "VisionConfig",
 ]

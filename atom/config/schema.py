@@ -433,14 +433,39 @@ class Eagle3Config:
 
 
 @dataclass
+class TilesConfig:
+    """Squares of pixels that an image is cut into, each encoded by itself, with a thumbnail after them if several."""
+
+    fit: str = one_of("none", "edge", "ratio")  # edge: as many as an image of that longer side takes; none: not cut
+    side: int = number(448, 1, 1 << 14)  # pixels of a tile's side, and of the thumbnail's
+    edge: int = number(1, 1, 1 << 12)  # pixels that the longer side of an image is resized to, for fit=edge
+    min: int = number(1, 1, 1 << 10)  # tiles, for fit=ratio: of the numbers of columns and rows nearest to the image's
+    max: int | None = number(None, 1, 1 << 10)  # tiles without the thumbnail; null: any number; 1: it is not cut
+
+
+@dataclass
+class ImageTextConfig:
+    """Text around the rows of an image in a prompt, as the tokenizer has it."""
+
+    start: str = ""  # ahead of all
+    tile: str = ""  # ahead of each tile, of which {row} and {column} count from 1
+    tile_line: str = ""  # after each line of tiles
+    thumbnail: str = ""  # ahead of the thumbnail after tiles
+    whole: str = ""  # ahead of the rows of an image that is not cut
+    line: str = ""  # between lines of rows
+    end: str = ""  # after all
+
+
+@dataclass
 class MergerConfig:
     """How the hidden states of a tower's patches become rows for the body."""
 
     side: int = number(1, 1, 64)  # of the square of patches that become one row
-    norm: str = one_of("patch", "none")  # ahead of joining: of each patch, or none
+    norm: str = one_of("patch", "row", "none")  # ahead of the linears: of each patch, of the joined ones, or none
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
     fold_linear: bool = False  # joined ones pass a linear to the size of one, stored channel by channel
-    width: int | None = number(None, 1, INT32)  # between the two linears that make the row; null: as joined
+    mlp: str = one_of("plain", "linear")  # what makes the row: up, activation, down; linear: down only
+    width: int | None = number(None, 1, INT32)  # between up and down; null: as joined
     bias: bool = True  # on these
     activation: str = one_of("gelu", "gelu_tanh", "silu")  # between them
 
@@ -460,8 +485,8 @@ class VisionConfig:
     max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
     resample: str = one_of("bicubic", "bilinear", "lanczos")  # by Pillow's names
     token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
-    line_end: int | None = number(None, 0, INT32)  # id after each line of an image's rows but the last; null: none
-    image_end: int | None = number(None, 0, INT32)  # id after the last line, if lines have ends
+    tiles: TilesConfig = field(default_factory=TilesConfig)
+    text: ImageTextConfig = field(default_factory=ImageTextConfig)
     patch_bias: bool = True  # on the linear that embeds a patch
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none

@@ -69,12 +69,11 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.layer_types names only {len(vision.layer_types)} layers, it has {vision.layers}")
     if ("sliding_attention" in (vision.layer_types or ())) != (vision.window is not None):
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
-    if (vision.line_end is None) != (vision.image_end is None):
-        raise ConfigError(f"{at}: line_end and image_end are of the same images; set both, or none")
     for key, value in vision.assumes.items():
         if (found := config.hf.get(key)) not in (None, value):
             raise UnsupportedError(f"{config.checkpoint}: {key}={found} is not supported (supported: {value})")
     check_sections(config)
+    check_tiles(config, vision)
     check_processor(config, vision)
     return replace(vision, out=config.model.hidden)
 
@@ -88,6 +87,25 @@ def check_sections(config: Config) -> None:
             raise UnsupportedError(
                 f"model.attention.rope.sections={rope.sections} are not of {rotated // 2} frequencies"
             )
+
+
+def check_tiles(config: Config, vision: VisionConfig) -> None:
+    """Check that a tile has whole rows, and the positions that the tower has learned."""
+    tiles, at = vision.tiles, "model.vision.tiles"
+    num = tiles.side // vision.patch  # patches along a side
+    if tiles.fit == "none":
+        return
+    if not num or num % vision.merger.side:
+        squares = f"no squares of {vision.merger.side}"
+        raise UnsupportedError(f"{at}.side={tiles.side}: {num} patches make {squares}")
+    if vision.table_side not in (None, num):
+        raise UnsupportedError(f"{at}.side={tiles.side}: {num} patches, the tower has learned {vision.table_side}")
+    size = config.hf.get("image_processor", {}).get("size")
+    known = {"longest_edge": tiles.edge} if tiles.fit == "edge" else {"height": tiles.side, "width": tiles.side}
+    if size not in (None, known):
+        raise UnsupportedError(
+            f"{config.checkpoint}: size={size} of its image processor is not supported (supported: {known})"
+        )
 
 
 def check_processor(config: Config, vision: VisionConfig) -> None:

@@ -119,7 +119,7 @@ def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
 def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int | None = None) -> Node:
     """x [P, H] -> [M, rows of the body]: neighbours are joined, and pass linears
 
-    role: merge, whose norm, if any, is of each patch; deepstack, whose norm is of the joined ones
+    role: merge, or deepstack, whose norm is always of the joined ones
     """
     merger = vision.merger
     num = merger.side**2
@@ -128,14 +128,18 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
         made: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
         return made
 
-    if role == "deepstack":
-        h = writer.norm(folded(x), "deepstack_norm", index)
-    else:
-        h = folded(writer.norm(x, "merge_norm", eps=merger.norm_eps) if merger.norm == "patch" else x)
+    norm = "row" if role == "deepstack" else merger.norm
+
+    def normed(x: Node) -> Node:
+        return writer.norm(x, f"{role}_norm", index, eps=merger.norm_eps)
+
+    h = folded(normed(x) if norm == "patch" else x)
+    h = normed(h) if norm == "row" else h
     if merger.fold_linear:
         stored = writer.matrix(f"{role}_in", (vision.hidden, num * vision.hidden))
         by_patch = Cat(tuple(Slice(stored, patch, num * vision.hidden, 1, num) for patch in range(num)), 1)
         h = writer.multiply(h, by_patch, role=f"{role}_in", layer=index)
-    h = writer.linear(h, f"{role}_up", merger.width or num * vision.hidden, merger.bias, index)
-    h = writer.call(ops.activate, h, kind=merger.activation, name="active")
+    if merger.mlp == "plain":
+        h = writer.linear(h, f"{role}_up", merger.width or num * vision.hidden, merger.bias, index)
+        h = writer.call(ops.activate, h, kind=merger.activation, name="active")
     return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)

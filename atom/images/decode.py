@@ -20,7 +20,8 @@ import numpy as np
 
 from atom.errors import RequestError
 from atom.images.decode_process import BODY, FAULT, HEAD, PIXELS, TASK
-from atom.images.processor import Pixels, import_pillow
+from atom.images.processor import import_pillow
+from atom.images.tiles import Pixels
 from atom.process.child_process import end, start_python
 
 CODE = "from atom.images.decode_process import main; main()"

@@ -9,20 +9,19 @@ Their twins that have torchvision do so round otherwise: a pixel may differ by a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from atom.config import VisionConfig
+from atom.config import TilesConfig, VisionConfig
 from atom.errors import ConfigError, RequestError
-from atom.images.types import DIGEST_MASK, Image
+from atom.images.tiles import Pixels, cut_tiles
+from atom.images.types import DIGEST_MASK, Grid, Image
 
 MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
-
-Pixels = npt.NDArray[np.uint8]  # [height, width, channels]
 
 
 class Processor(NamedTuple):
@@ -36,7 +35,7 @@ class Processor(NamedTuple):
     token: int  # id of the token that stands for an image in a chat template
     resample: str = "bicubic"  # by Pillow's names
     max_edge: int | None = None  # to which a longer side is reduced, and none is enlarged; None: by pixels only
-    ends: tuple[int, int] | None = None  # ids after each line of an image's rows, and after its last one
+    tiles: TilesConfig = TilesConfig()  # that an image is cut into
 
     @property
     def side(self) -> int:
@@ -49,10 +48,7 @@ def processor_of(vision: VisionConfig) -> Processor:
     if vision.token is None:
         raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
     numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
-    ends = None
-    if vision.line_end is not None and vision.image_end is not None:
-        ends = vision.line_end, vision.image_end
-    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, ends)
+    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, vision.tiles)
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
@@ -61,17 +57,22 @@ def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = No
     max_pixels: in place of the processor's, if it is lower
     """
     limit = processor.max_pixels if max_pixels is None else min(max_pixels, processor.max_pixels)
-    height, width = fit_size(pixels.shape[0], pixels.shape[1], processor, max(limit, processor.side**2))
-    resized = resize(pixels, height, width, processor.resample)
-    grid = 1, height // processor.patch, width // processor.patch
-    content = cut(resized, processor).tobytes()
-    return Image(digest_of(resized, grid, processor), content, (grid,), grid[1] * grid[2] // processor.merge**2)
+    scale, tiles = functools.partial(resize, resample=processor.resample), (1, 1)
+    if processor.tiles.fit == "none":
+        pieces = [scale(pixels, *fit_size(pixels.shape[0], pixels.shape[1], processor, max(limit, processor.side**2)))]
+    else:
+        kept = processor.tiles.side // processor.patch * processor.patch  # pixels of a tile's side that are encoded
+        pieces, tiles = cut_tiles(pixels, processor.tiles, limit // kept**2, scale)
+    grids = tuple((1, *(size // processor.patch for size in piece.shape[:2])) for piece in pieces)
+    content = b"".join(cut(piece, processor).tobytes() for piece in pieces)
+    num_rows = sum(height * width for _, height, width in grids) // processor.merge**2
+    return Image(digest_of(content, grids, processor), content, grids, num_rows, tiles)
 
 
-def digest_of(pixels: Pixels, grid: tuple[int, int, int], processor: Processor) -> int:
+def digest_of(content: bytes, grids: tuple[Grid, ...], processor: Processor) -> int:
     """62 bits of SHA-256, so that nobody can make an image that is taken for one of somebody else."""
-    made = hashlib.sha256(repr((grid, processor[:3])).encode())
-    made.update(np.ascontiguousarray(pixels).data)
+    made = hashlib.sha256(repr((grids, processor[:3])).encode())
+    made.update(content)
     return int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK
 
 
@@ -120,12 +121,16 @@ def resize(pixels: Pixels, height: int, width: int, resample: str = "bicubic") -
 
 
 def cut(pixels: Pixels, processor: Processor) -> Pixels:
-    """pixels u8[height, width, C] -> u8[P, C * frames * patch * patch], those that become one row next to each other"""
-    (height, width, channels), patch, merge = pixels.shape, processor.patch, processor.merge
-    tiles = pixels.reshape(height // processor.side, merge, patch, width // processor.side, merge, patch, channels)
-    ordered = tiles.transpose(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, C, patch, patch]
+    """pixels u8[height, width, C] -> u8[P, C * frames * patch * patch], those that become one row next to each other
+
+    Pixels beyond the last whole patch are left out.
+    """
+    patch, merge, side = processor.patch, processor.merge, processor.side
+    rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+    whole = pixels[: rows * side, : columns * side].reshape(rows, merge, patch, columns, merge, patch, -1)
+    ordered = whole.transpose(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, C, patch, patch]
     repeated = np.repeat(ordered[:, :, :, :, :, None], processor.frames, axis=5)
-    return repeated.reshape(height * width // patch**2, -1)
+    return repeated.reshape(rows * columns * merge**2, -1)
 
 
 def import_pillow() -> Any:

@@ -6,11 +6,10 @@ show_placeholders(tokens, token=9)                              # [1, 9, 9, …,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from atom.errors import RequestError
-from atom.images.types import Image, PlacedImage, placeholder
+from atom.images.types import Image, PlacedImage, placeholders_of
 
 
 def show_placeholders(tokens: Sequence[int], token: int | None) -> list[int]:
@@ -19,7 +18,7 @@ def show_placeholders(tokens: Sequence[int], token: int | None) -> list[int]:
 
 
 def place_images(
-    tokens: Sequence[int], images: Sequence[Image], token: int, ends: tuple[int, int] | None = None
+    tokens: Sequence[int], images: Sequence[Image], token: int, expand: Callable[[Image], list[int]] = placeholders_of
 ) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """A prompt's tokens with placeholders for each image in place of one image token, in order.
 
@@ -27,7 +26,7 @@ def place_images(
     tokens. RequestError if the prompt has more or fewer of them than images.
 
     token: the id of the image token
-    ends: ids that follow each line of an image, and its last one; None: nothing does
+    expand: gives the ids that an image takes, as of `layout.py`
     """
     count, num_rows = sum(each == token for each in tokens), sum(image.num_rows for image in images)
     if count not in (len(images), num_rows):
@@ -38,28 +37,15 @@ def place_images(
     placed: list[PlacedImage] = []
     at = 0
     for image in images:
-        start, ids = tokens.index(token, at), expand(image, ends)
+        first, ids = tokens.index(token, at), expand(image)
+        start = max(first - next(place for place, each in enumerate(ids) if each < 0), at)
         stop = start + len(ids)
         is_expanded = count == num_rows and list(tokens[start:stop]) == show_placeholders(ids, token)
         if not is_expanded and count != len(images):
             raise RequestError(f"image {len(placed)} takes {len(ids)} tokens; the prompt has others for it")
-        stop = stop if is_expanded else start + 1
+        start, stop = (start, stop) if is_expanded else (first, first + 1)
         made += tokens[at:start]
         placed.append(PlacedImage(image, len(made), len(made) + len(ids)))
         made += ids
         at = stop
     return [*made, *tokens[at:]], tuple(placed)
-
-
-def expand(image: Image, ends: tuple[int, int] | None) -> list[int]:
-    """The ids that an image takes in a prompt."""
-    ids = [placeholder(image.digest, row) for row in range(image.num_rows)]
-    if ends is None:
-        return ids
-    ((_, _, width),) = image.grids
-    columns = width // math.isqrt(image.num_patches // image.num_rows)
-    made: list[int] = []
-    for at in range(0, len(ids), columns):
-        made += [*ids[at : at + columns], ends[0]]
-    made[-1] = ends[1]
-    return made

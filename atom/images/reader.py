@@ -3,7 +3,7 @@
     reader = ImageReader(config)
     image = reader.read_url("data:image/png;base64,…", detail="low")        # of a request
     image = reader.read_local("photo.jpg")                                  # of who runs atom
-    tokens, placed = reader.place(tokens, [image])
+    tokens, placed = reader.place(tokens, [image], tokenizer)
     reader.close()
 
 Each read takes milliseconds to seconds, so do it in a thread.
@@ -11,16 +11,19 @@ Each read takes milliseconds to seconds, so do it in a thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from atom.checkpoint import Tokenizer
 from atom.config import Config
 from atom.errors import RequestError
 from atom.images.decode import Decoder
 from atom.images.decode_process import as_rgb
+from atom.images.layout import lay_out
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
 from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
@@ -66,10 +69,22 @@ class ImageReader:
         kind = type(image).__name__
         raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3], a path or a URL, not {kind}")
 
-    def place(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer."""
-        processor = self.processor
-        return place_images(tokens, images, processor.token, ends=processor.ends)
+    def place(
+        self, tokens: Sequence[int], images: Sequence[Image], tokenizer: Tokenizer | None
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer.
+
+        tokenizer: the checkpoint's, None without one
+        """
+
+        def encode(text: str) -> list[int]:
+            if text and tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer, which images of this model need")
+            return tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
+
+        assert self._vision is not None, "the model reads images"
+        expand = functools.partial(lay_out, text=self._vision.text, encode=encode)
+        return place_images(tokens, images, self.processor.token, expand)
 
     def show(self, tokens: Sequence[int]) -> list[int]:
         """A prompt's tokens with the image token in place of each placeholder."""

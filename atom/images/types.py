@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 DIGEST_MASK = (1 << 62) - 1
+Grid = tuple[int, int, int]  # frames, height and width of a segment, in patches
 
 
 class Image(msgspec.Struct, array_like=True, frozen=True):
@@ -22,8 +23,9 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
 
     digest: int  # 62 bits, of pixels, grids and the numbers of the processor: equal digests are taken as equal images
     pixels: bytes  # u8[P, F] of P patches, in the order in which those that become one row come together
-    grids: tuple[tuple[int, int, int], ...]  # patches of each segment, which attends to itself: frames, height, width
+    grids: tuple[Grid, ...]  # of each segment, which attends to itself
     num_rows: int  # that it becomes, as many as it has placeholders
+    tiles: tuple[int, int] = (1, 1)  # lines and columns of tiles, whose grids come first, line by line
 
     @property
     def num_patches(self) -> int:
@@ -41,3 +43,8 @@ class PlacedImage(NamedTuple):
 def placeholder(digest: int, row: int) -> int:
     """The negative token id that stands for a row of an image."""
     return -1 - ((digest + row) & DIGEST_MASK)
+
+
+def placeholders_of(image: Image) -> list[int]:
+    """The placeholders of all rows of an image."""
+    return [placeholder(image.digest, row) for row in range(image.num_rows)]

@@ -93,11 +93,11 @@ def encode_plain(
             cut(last_text(message["content"]))
     values = chat_values(context, messages, tools, kwargs) | {"prefill": prefill, "is_continued": is_continued}
     shown = list[dict[str, Any]]()
-    prepare = context.need_tokenizer().prepare_chat
-    text, tokens = prepare(**values, cut=cut, check=context.check_count, shown=shown.extend)
+    tokenizer = context.need_tokenizer()
+    text, tokens = tokenizer.prepare_chat(**values, cut=cut, check=context.check_count, shown=shown.extend)
     if not images or context.images is None:
         return Conversation(text, tokens)
-    tokens, placed = context.images.place(tokens, [images[place] for place in places_of(shown)])
+    tokens, placed = context.images.place(tokens, [images[place] for place in places_of(shown)], tokenizer)
     return Conversation(text, tokens, placed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -25,6 +26,7 @@ from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import interpret, ops, verify
 from atom.images.encoder_inputs import encoder_inputs
+from atom.images.layout import lay_out
 from atom.images.processor import fit_size, prepare, processor_of
 from atom.images.prompts import place_images
 
@@ -38,6 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Llava": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
 }
 IMAGE, LINE_END, IMAGE_END = 10, 12, 13
+ENDS = {"[IMG_BREAK]": LINE_END, "[IMG_END]": IMAGE_END}
 PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "size": {"longest_edge": 40}}
 SIZES = ((13, 30), (70, 41))  # height and width of images
 
@@ -88,9 +91,10 @@ def test_pixels_and_tokens_give_the_logits_of_transformers(name: str, tmp_path: 
     expected = [*words[:5], *first, *second, *words[5:]]
 
     images = [prepare(pixels, processor) for pixels in drawn]
-    tokens, placed = place_images([*words[:5], IMAGE, IMAGE, *words[5:]], images, processor.token, ends=processor.ends)
+    laid_out = functools.partial(lay_out, text=tower.text, encode=lambda text: [ENDS[text]] if text else [])
+    tokens, placed = place_images([*words[:5], IMAGE, IMAGE, *words[5:]], images, processor.token, laid_out)
     assert [IMAGE if token < 0 else token for token in tokens] == expected
-    assert place_images(expected, images, processor.token, ends=processor.ends) == (tokens, placed)
+    assert place_images(expected, images, processor.token, laid_out) == (tokens, placed)
     assert [each.stop - each.start for each in placed] == [len(first), len(second)]
 
     graph, checkpoint = semantic_graph(config), open_for(config, SilentProgress())

@@ -345,7 +345,7 @@ def test_the_groups_jobs_and_commands():
         },
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
-        "vision": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3"},
+        "vision": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3", "idefics3"},
         "parallel": set(
             [
                 "tp1",

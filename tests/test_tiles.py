@@ -1,0 +1,155 @@
+"""Models whose images are cut into tiles, from pixels and texts to tokens, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiled
+import torch
+from law import assert_greedy_tokens, assert_same_logits
+from probe import logits_of
+
+from atom import LLMEngine, SamplingParams
+from atom.checkpoint import SilentProgress
+from atom.config import Config
+from atom.config.checkpoint import open_for
+from atom.config.load import load
+from atom.errors import AtomError, RequestError
+from atom.images.reader import ImageReader
+from atom.images.types import Image, PlacedImage
+
+PROMPT = "ab<image>c<image>\nde"
+SIZES = ((13, 30), (70, 41))  # height and width
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias={tiled.IMAGE: -100.0})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any, Any]]:
+    """The folder of a tiny model, transformers' model and processor."""
+    made: dict[str, tuple[Path, Any, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("model")
+            made[name] = folder, *tiled.save(name, folder)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def open_model(models: Any) -> Iterator[Callable[..., tuple[LLMEngine, Any, Any]]]:
+    """Engines that read images, and their references; closed after the test."""
+    opened: list[LLMEngine] = []
+
+    def open(name: str, **fields: Any) -> tuple[LLMEngine, Any, Any]:
+        folder, model, processor = models(name)
+        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
+        opened.append(LLMEngine(model=str(folder), **{**given, **fields}))
+        return opened[-1], model, processor
+
+    yield open
+    for engine in opened:
+        engine.close()
+
+
+def load_with_images(folder: Path, *overrides: str) -> Config:
+    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
+
+
+def place(engine: LLMEngine, text: str, images: list[np.ndarray]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    assert engine._images is not None and engine.tokenizer is not None
+    read = [engine._images.read_local(each) for each in images]
+    return engine._images.place(engine.tokenizer.encode(text), read, engine.tokenizer)
+
+
+def assert_greedy(tokens: list[int], read: dict[str, torch.Tensor], model: Any) -> None:
+    """Whether tokens are those that transformers finds likeliest after a prompt."""
+    prompt = read["input_ids"]
+    whole = torch.cat([prompt, torch.tensor([tokens])], dim=1)
+    logits = tiled.logits(model, {**read, "input_ids": whole})[prompt.shape[1] - 1 : -1].clone()
+    logits[:, tiled.IMAGE] = logits.min()
+    assert_greedy_tokens(tokens, logits)
+
+
+@pytest.mark.parametrize("name", tiled.FAMILIES)
+def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) -> None:
+    engine, model, processor = open_model(name, max_num_batched_tokens=9)  # chunks end inside images
+    images = [tiled.draw(*size) for size in SIZES]
+    read = tiled.read(processor, PROMPT, images)
+    tokens, placed = place(engine, PROMPT, images)
+    assert engine._images.show(tokens) == read["input_ids"][0].tolist()
+    assert_same_logits(logits_of(engine, tokens, placed), tiled.logits(model, read))
+    (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)
+    assert_greedy(answer["token_ids"], read, model)
+    assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
+
+
+def normalized(image: Image, config: Config) -> torch.Tensor:
+    """The pixels [tiles, C, side, side] of an image, less those beyond the last whole patch of each tile."""
+    vision = config.model.vision
+    assert vision is not None
+    _, height, width = image.grids[0]
+    merge, patch = vision.merger.side, vision.patch
+    blocks = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(
+        len(image.grids), height // merge, width // merge, merge, merge, vision.channels, patch, patch
+    )
+    pixels = blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(len(image.grids), -1, height * patch, width * patch)
+    mean, deviation = (torch.tensor(each).view(-1, 1, 1) for each in (vision.mean, vision.std))
+    return (pixels / 255 - mean) / deviation
+
+
+@pytest.mark.parametrize("name", tiled.FAMILIES)
+@pytest.mark.parametrize("size", [(1, 1), (20, 3000), (3000, 20), (22, 22), (21, 23), (333, 517), (1, 5000)])
+def test_pixels_and_ids_are_those_of_transformers(name: str, size: tuple[int, int], models: Any) -> None:
+    folder, _, processor = models(name)
+    config, pixels = load_with_images(folder), tiled.draw(*size)
+    tokenizer, reader = open_for(config, SilentProgress(), weights=False).tokenizer(), ImageReader(config)
+    assert tokenizer is not None
+    expected = tiled.read(processor, "a<image>", [pixels])
+    image = reader.read_local(pixels)
+    ours, theirs = normalized(image, config), expected["pixel_values"].flatten(0, -4)
+    assert len(ours) == len(theirs)
+    assert (ours - theirs[..., : ours.shape[-2], : ours.shape[-1]]).abs().max() < 1e-5
+    tokens, placed = reader.place(tokenizer.encode("a<image>"), [image], tokenizer)
+    shown = reader.show(tokens)
+    assert shown == expected["input_ids"][0].tolist()
+    assert reader.place(shown, [image], tokenizer) == (tokens, placed), "an expanded prompt keeps its length"
+    reader.close()
+
+
+def test_fewer_tiles_are_cut_of_an_image_that_a_step_could_not_encode(models: Any) -> None:
+    folder, _, _ = models("Idefics3")  # 16 patches a tile
+    sizes = {80: (2, 2), 79: (1, 1), 16: (1, 1)}
+    for max_patches, tiles in sizes.items():
+        reader = ImageReader(load_with_images(folder, f"serve.max_patches={max_patches}"))
+        image = reader.read_local(tiled.draw(50, 50))
+        assert image.tiles == tiles and image.num_patches <= max_patches
+        reader.close()
+
+
+def test_text_around_images_needs_a_tokenizer(models: Any) -> None:
+    folder, _, _ = models("Idefics3")
+    reader = ImageReader(load_with_images(folder))
+    image = reader.read_local(tiled.draw(50, 50))
+    with pytest.raises(RequestError, match="the checkpoint has no tokenizer, which images of this model need"):
+        reader.place([1, tiled.IMAGE], [image], None)
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.vision.tiles.side=15", "side=15: 3 patches make no squares of 2"),
+        ("model.vision.tiles.side=30", "side=30: 6 patches, the tower has learned 4"),
+        ("model.vision.tiles.edge=66", "size={'longest_edge': 44} of its image processor is not supported"),
+    ],
+)
+def test_tiles_that_the_tower_does_not_fit_are_refused(override: str, says: str, models: Any) -> None:
+    folder, _, _ = models("Idefics3")
+    with pytest.raises(AtomError, match=says):
+        load_with_images(folder, override)

@@ -20,7 +20,7 @@ from scripted import Said
 
 from atom.config import Config
 from atom.config.load import load
-from atom.config.schema import VisionConfig
+from atom.config.schema import MergerConfig, VisionConfig
 from atom.images.reader import ImageReader
 from atom.images.types import placeholder
 from atom.runtime.images.placeholders import check_images
@@ -56,7 +56,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "argume
 def config(talker: Path) -> Config:
     """A model with a tower, as far as the HTTP process knows."""
     found = load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[m]"])
-    vision = VisionConfig(patch=4, merge=2, min_pixels=64, max_pixels=4096, token=TOKEN)
+    vision = VisionConfig(patch=4, merger=MergerConfig(side=2), min_pixels=64, max_pixels=4096, token=TOKEN)
     return replace(
         found,
         model=replace(found.model, vision=vision),

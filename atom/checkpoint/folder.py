@@ -71,8 +71,7 @@ class FolderCheckpoint(Checkpoint):
         self.config |= read_pooling(folder)
         if pairs := read_cross_encoder(folder, read_modules(folder), self.config):
             self.config["cross_encoder"] = pairs
-        if processor := read_image_processor(folder):
-            self.config["image_processor"] = processor
+        self.config |= read_processors(folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
@@ -139,15 +138,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_image_processor(folder: Path) -> dict[str, Any]:
-    """What a folder says of how images become patches; {} if nothing."""
+def read_processors(folder: Path) -> dict[str, Any]:
+    """What a folder says of how images become patches, and what they have in a prompt, as entries for the config.
+
+    {"image_processor": {"patch_size": 14, ...}, "processor": {"image_break_token": "[IMG_BREAK]", ...}}; {} if nothing.
+    """
+    made: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):  # newer, older
         if (folder / name).is_file():
             found = read_json(folder / name)
             own = found.get("image_processor", {} if name.startswith("processor") else found)
+            if name.startswith("processor"):
+                made["processor"] = {key: each for key, each in found.items() if not isinstance(each, dict)}
             if isinstance(own, dict) and own:
-                return own
-    return {}
+                return made | {"image_processor": own}
+    return made
 
 
 def hint_of(folder: Path) -> str:

@@ -136,6 +136,10 @@ class Tokenizer:
         find = getattr(self._backend, "id_to_token", None)
         return None if find is None else find(id)
 
+    def find_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's spelling; None if there is none."""
+        return self._backend.token_to_id(token)
+
     def find_difference(self, other: Tokenizer) -> int | None:
         """The first id that is another token of the other tokenizer's vocabulary; None if they agree.
 

@@ -119,8 +119,9 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "patch_size": vision.patch,
         "temporal_patch_size": vision.frames,
         "merge_size": vision.merger.side,
+        "spatial_merge_size": vision.merger.side,
     }
-    stored = config.hf.get("image_processor", {})
+    stored = config.hf.get("image_processor", {}) | config.hf.get("processor", {})  # these are handed to the former
     for key, value in ours.items():
         if (found := stored.get(key)) not in (None, value, {"height": value, "width": value}):
             at = f"{config.checkpoint}: {key}={found} of its image processor"

@@ -12,6 +12,7 @@ Each read takes milliseconds to seconds, so do it in a thread.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage
 
 LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
+SPECIAL = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")  # how special tokens are spelled
 URLS = ("data:", "http://", "https://")  # how they begin
 
 
@@ -74,15 +76,10 @@ class ImageReader:
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer.
 
-        tokenizer: the checkpoint's, None without one
+        tokenizer: the checkpoint's, None without one. RequestError if images need a token that it has not
         """
-
-        def encode(text: str) -> list[int]:
-            if text and tokenizer is None:
-                raise RequestError("the checkpoint has no tokenizer, which images of this model need")
-            return tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
-
         assert self._vision is not None, "the model reads images"
+        encode = functools.partial(encode_around, tokenizer=tokenizer)
         expand = functools.partial(lay_out, text=self._vision.text, encode=encode)
         return place_images(tokens, images, self.processor.token, expand)
 
@@ -97,3 +94,15 @@ class ImageReader:
     def _prepare(self, data: bytes, detail: str | None = None) -> Image:
         limit = LOW_PIXELS if detail == "low" else None
         return prepare(self._decoder.decode(data), self.processor, max_pixels=limit)
+
+
+def encode_around(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    """The ids of text around the rows of an image. RequestError if one of its special tokens is missing."""
+    if not text:
+        return []
+    if tokenizer is None:
+        raise RequestError("the checkpoint has no tokenizer, which images of this model need")
+    missing = next((token for token in SPECIAL.findall(text) if tokenizer.find_id(token) is None), None)
+    if missing is not None:
+        raise RequestError(f"the checkpoint's tokenizer has no token {missing}, which images of this model need")
+    return tokenizer.encode(text, add_special_tokens=False)

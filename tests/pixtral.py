@@ -28,12 +28,16 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 MODULE = "transformers.models.pixtral"
 TOWER = {"model_type": "pixtral", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
          "intermediate_size": 36, "patch_size": 4, "hidden_act": "silu", "rope_theta": 100.0}  # fmt: skip
-TEXT = {**tiny.SIZES, "head_dim": 12, "rms_norm_eps": 1e-3, "vocab_size": 272}
-MISTRAL = {"model_type": "mistral", "sliding_window": None}
+TEXT = {**tiny.SIZES, "rms_norm_eps": 1e-3, "vocab_size": 272}
+MISTRAL = {"model_type": "mistral", "head_dim": 12, "sliding_window": None}
+MISTRAL4 = {**tiny.MLA, **tiny.EXPERTS, "n_routed_experts": 8, "q_lora_rank": 20, "rms_norm_eps": 1e-6,
+            "rope_parameters": {**tiny.YARN_MLA, "original_max_position_embeddings": 16,
+                                "llama_4_scaling_beta": 0.4}}  # fmt: skip
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformers' class, text_config, the whole's fields
     "Mistral3": ("Mistral3", MISTRAL, {"multimodal_projector_bias": True}),
     "Llava": ("Llava", MISTRAL, {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
     "Ministral3": ("Mistral3", {"model_type": "ministral3", **tiny.VARIANTS["ministral3"][1]}, {}),
+    "Mistral4": ("Mistral3", {"model_type": "mistral4", **MISTRAL4}, {}),
 }
 SPECIAL = {"<s>": 1, "</s>": 2, "[INST]": 3, "[/INST]": 4, "[IMG]": 10, "[IMG_BREAK]": 14, "[IMG_END]": 15}
 IMAGE, BREAK, END = (SPECIAL[name] for name in ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
@@ -54,8 +58,11 @@ class Prompt(NamedTuple):
     read: dict[str, Any]  # inputs of transformers' model, besides tokens
 
 
-def save(name: str, folder: Path, **tower: Any) -> Any:
-    """Write the checkpoint of a model; the model, in float32."""
+def save(name: str, folder: Path, *, is_original: bool = True, **tower: Any) -> Any:
+    """Write the checkpoint of a model; the model, in float32.
+
+    is_original: with the hub's names of tensors, in place of those of transformers' modules
+    """
     torch.manual_seed(0)
     kind, text, fields = FORMS[name]
     made: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
@@ -65,7 +72,7 @@ def save(name: str, folder: Path, **tower: Any) -> Any:
     model = made(config).eval()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(folder, save_original_format=True)
+    model.save_pretrained(folder, save_original_format=is_original)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     save_tokenizer(folder)
     return model

@@ -39,9 +39,10 @@ def tower_of(config: Config) -> tuple[VisionConfig, Processor]:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("is_original", [True, False], ids=["as on the hub", "as transformers names them"])
 @pytest.mark.parametrize("name", pixtral.FORMS)
-def test_pixels_and_tokens_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
-    model, config = pixtral.save(name, tmp_path), load_with_images(tmp_path)
+def test_pixels_and_tokens_give_the_logits_of_transformers(name: str, is_original: bool, tmp_path: Path) -> None:
+    model, config = pixtral.save(name, tmp_path, is_original=is_original), load_with_images(tmp_path)
     tower, processor = tower_of(config)
     drawn = pixtral.draw(*pixtral.SIZES)
     prompt = pixtral.make_prompt(model, drawn)

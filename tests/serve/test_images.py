@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pixtral
 import pytest
 import scripted
 from PIL import Image
 from scripted import Said
 
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
 from atom.config.schema import MergerConfig, VisionConfig
@@ -125,6 +127,20 @@ def test_counts_and_tokens_have_the_rows_of_images(config: Config):
     assert counted.json()["input_tokens"] == len(seen.prompt)
     shown, _ = ask(config, CHAT, bodies(RED)[CHAT] | {"return_token_ids": True})
     assert shown.json()["prompt_token_ids"] == tokenized.json()["tokens"]
+
+
+def test_lines_of_an_image_end_with_tokens_of_their_own(tmp_path: Path):
+    pixtral.save("Mistral3", tmp_path)
+    config = load([f"checkpoint={tmp_path}", "job=serve", "dtype=fp32", "serve.http.served_model_name=[m]"])
+    messages = bodies(png(30, 20), png(9, 8))[CHAT]["messages"]
+    answer, (seen,) = scripted.post(config, Said(["Hi"]), {"model": "m", "messages": messages}, CHAT)
+    assert answer.status_code == 200, answer.text
+    row, line, end = [pixtral.IMAGE] * 4, pixtral.BREAK, pixtral.END
+    text = load_tokenizer(tmp_path).encode("What?")
+    tokens = [1, 3, *row, line, *row, line, *row, end, *text, *row[:2], end, 4]
+    assert [pixtral.IMAGE if token < 0 else token for token in seen.prompt] == tokens
+    tokenized, _ = scripted.post(config, Said(["Hi"]), {"messages": messages}, "/tokenize")
+    assert tokenized.json()["tokens"] == tokens
 
 
 def test_detail_low_makes_an_image_small(config: Config):

@@ -5,6 +5,7 @@ Shapes by letter, besides those of `atom.graph.ops`: P patches, M rows that they
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from atom.graph.ops.base import divide, divide_rows, op
 from atom.graph.types import Type, need
 
 PLACE = 4  # numbers of a patch's place: row, column, height, width
+TABLE_MODES = ("bilinear", "bicubic")  # in which a table is interpolated
+CUBIC = -0.75  # a of Keys' kernel
 
 
 def _normalize_pixels(patches: Type, *, mean: Sequence[float], std: Sequence[float], dtype: str) -> Type:
@@ -67,31 +70,55 @@ def fold_rows(x: Tensor, *, rows: int) -> Tensor:
     return x.reshape(-1, rows * x.shape[1])
 
 
-def _interpolate_table(table: Type, places: Type, *, side: int) -> Type:
+def _interpolate_table(table: Type, places: Type, *, side: int, mode: str = "bilinear") -> Type:
     need(table.shape[0] == side**2, f"a table of {side} by {side} rows, not {table}")
     need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")
+    need(mode in TABLE_MODES, f"mode {mode!r} is not supported (supported: {', '.join(TABLE_MODES)})")
     return Type(table.dtype, (places.shape[0], table.shape[1]))
 
 
 @op(_interpolate_table)
-def interpolate_table(table: Tensor, places: Tensor, *, side: int) -> Tensor:
-    """table [side * side, H], places i64[P, 4] -> [P, H], bilinear in float32, rounded once
+def interpolate_table(table: Tensor, places: Tensor, *, side: int, mode: str = "bilinear") -> Tensor:
+    """table [side * side, H], places i64[P, 4] -> [P, H], in float32, rounded once
 
-    The corners of the table are those of a segment, whatever its size (as with align_corners=True of torch's
-    interpolate).
+    mode: bilinear: between the 4 nearest entries; the corners of the table are those of a segment, whatever its size
+        (as with align_corners=True of torch's interpolate).
+        bicubic: of the 16 nearest by Keys' kernel (1981) with a = -0.75; the edges of the table are those of a segment
+        (as torch's interpolate has it by default, and grid_sample with padding_mode="border").
     """
-    taps, shares = [], []
-    for axis in (0, 1):
-        position, size = places[:, axis].float(), places[:, axis + 2].float()
-        at = position * (side - 1) / (size - 1).clamp(min=1)
-        low = at.floor().long()
-        taps.append((low, (low + 1).clamp(max=side - 1)))
-        shares.append((1 - (at - low), at - low))
-    corners = [
-        table[taps[0][row] * side + taps[1][column]].float() * (shares[0][row] * shares[1][column]).unsqueeze(-1)
-        for row, column in itertools.product((0, 1), (0, 1))
+    find_taps = cubic_taps if mode == "bicubic" else linear_taps
+    rows, columns = (find_taps(places[:, axis].float(), places[:, axis + 2].float(), side) for axis in (0, 1))
+    terms = [
+        table[row * side + column].float() * (share * other).unsqueeze(-1)
+        for (row, share), (column, other) in itertools.product(rows, columns)
     ]
-    return (corners[0] + corners[1] + corners[2] + corners[3]).to(table.dtype)
+    return functools.reduce(torch.add, terms).to(table.dtype)
+
+
+def linear_taps(position: Tensor, size: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """The two entries of one axis of a table that each patch lies between, and their shares."""
+    at = position * (side - 1) / (size - 1).clamp(min=1)
+    low = at.floor().long()
+    return [(low, 1 - (at - low)), ((low + 1).clamp(max=side - 1), at - low)]
+
+
+def cubic_taps(position: Tensor, size: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """The four entries of one axis that are nearest to each patch, clamped to the edges, and their shares."""
+    at = (position + 0.5) * side / size - 0.5
+    low = at.floor()
+    past = at - low
+    shares = [cubic_far(past + 1), cubic_near(past), cubic_near(1 - past), cubic_far(2 - past)]
+    return [((low.long() + step).clamp(0, side - 1), share) for step, share in zip(range(-1, 3), shares, strict=True)]
+
+
+def cubic_near(distance: Tensor) -> Tensor:
+    """The share of an entry at a distance of at most 1."""
+    return ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
+
+
+def cubic_far(distance: Tensor) -> Tensor:
+    """The share of an entry at a distance of 1 to 2."""
+    return ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
 
 
 def _rotary_sections(

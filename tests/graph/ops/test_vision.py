@@ -23,7 +23,8 @@ def test_bodies_that_are_compiled_make_no_tensor_of_their_own():
         table, freqs = torch.empty(9, 5), torch.empty(4)
     made = ops.normalize_pixels.body(patches, mean=[1.0, 2.0], std=[3.0, 4.0], dtype="bf16")
     assert (made.shape, made.dtype) == ((4, 6), torch.bfloat16)
-    assert ops.interpolate_table.body(table, places, side=3).shape == (4, 5)
+    for mode in ("bilinear", "bicubic"):
+        assert ops.interpolate_table.body(table, places, side=3, mode=mode).shape == (4, 5)
     assert ops.rotary_sections.body(places, freqs, sections=[2, 2])[0].shape == (4, 4)
 
 
@@ -38,14 +39,15 @@ def test_a_patch_attends_its_segment():
         assert torch.allclose(whole[first:last], expected, atol=1e-6)
 
 
-def test_a_table_is_interpolated_to_each_segment():
+@pytest.mark.parametrize(("mode", "aligned"), [("bilinear", True), ("bicubic", False)])
+def test_a_table_is_interpolated_to_each_segment(mode: str, aligned: bool):
     torch.manual_seed(0)
     table, grids = torch.randn(16, 5), ((1, 1), (4, 4), (3, 7), (9, 2))
     places = torch.tensor([[y, x, h, w] for h, w in grids for y in range(h) for x in range(w)])
     image = table.view(1, 4, 4, 5).permute(0, 3, 1, 2)
-    scaled = (F.interpolate(image, grid, mode="bilinear", align_corners=True) for grid in grids)
+    scaled = (F.interpolate(image, grid, mode=mode, align_corners=aligned) for grid in grids)
     expected = torch.cat([each[0].flatten(1).t() for each in scaled])
-    assert torch.allclose(checked(ops.interpolate_table, table, places, side=4), expected, atol=1e-6)
+    assert torch.allclose(checked(ops.interpolate_table, table, places, side=4, mode=mode), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

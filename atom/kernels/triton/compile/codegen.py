@@ -25,6 +25,7 @@ from atom.errors import PassError
 from atom.graph import Program, Type, ops, parse
 from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
+from atom.graph.ops.vision import CUBIC
 
 WIDTH = 120  # characters of a line
 BLOCK = 1024  # columns per program, where no norm needs the whole row
@@ -431,14 +432,15 @@ class _Kernel:
 
     def _interpolate_table(self, node: Node, at: At, tile: _Tile) -> str:
         (table, places), side = node.args, int(node.kwargs["side"])
-        rows, columns = (self._taps(places, axis, side) for axis in (0, 1))
+        find_taps = self._cubic_taps if node.kwargs.get("mode") == "bicubic" else self._linear_taps
+        rows, columns = (find_taps(places, axis, side) for axis in (0, 1))
         terms = [
             f"{self._value(table, (f'({row} * {side} + {column})', at[-1]), tile)} * ({share} * {other})"
             for (row, share), (column, other) in itertools.product(rows, columns)
         ]
         return self._rounded(node, " + ".join(terms))
 
-    def _taps(self, places: Node, axis: int, side: int) -> list[tuple[str, str]]:
+    def _linear_taps(self, places: Node, axis: int, side: int) -> list[tuple[str, str]]:
         """The two entries of one axis of a table that a patch lies between, and their shares."""
         position, size = (self._value(places, (number,), SCALAR) for number in (axis, axis + 2))
         scaled = f"{position}.to(tl.float32) * {side - 1} / tl.maximum({size} - 1, 1).to(tl.float32)"
@@ -446,6 +448,22 @@ class _Kernel:
         low = self._assign("low", f"{place}.to(tl.int64)")
         share = self._assign("share", f"{place} - {low}.to(tl.float32)")
         return [(low, f"(1.0 - {share})"), (self._assign("high", f"tl.minimum({low} + 1, {side - 1})"), share)]
+
+    def _cubic_taps(self, places: Node, axis: int, side: int) -> list[tuple[str, str]]:
+        """The four entries of one axis that are nearest to a patch, and their shares."""
+        position, size = (self._value(places, (number,), SCALAR) for number in (axis, axis + 2))
+        scaled = f"({position}.to(tl.float32) + 0.5) * {side} / {size}.to(tl.float32) - 0.5"
+        place = self._assign("place", scaled)
+        low = self._assign("low", f"tl.floor({place})")
+        past = self._assign("past", f"{place} - {low}")
+        distances = [f"{past} + 1.0", past, f"1.0 - {past}", f"2.0 - {past}"]
+        kernels = [_cubic_far, _cubic_near, _cubic_near, _cubic_far]
+        shares = [kernel(self._assign("distance", each)) for kernel, each in zip(kernels, distances, strict=True)]
+        entries = [f"tl.minimum(tl.maximum({low}.to(tl.int64) + {step}, 0), {side - 1})" for step in range(-1, 3)]
+        return [
+            (self._assign("entry", entry), self._assign("share", share))
+            for entry, share in zip(entries, shares, strict=True)
+        ]
 
     def _normalize_pixels(self, node: Node, at: At, tile: _Tile) -> str:
         (patches,), mean, std = node.args, node.kwargs["mean"], node.kwargs["std"]
@@ -462,6 +480,14 @@ class _Kernel:
         cosine, sine = (self._value(each, (f"find_angle({rotation})",), tile) for each in (cos, sin))
         rotated = f"rotate({value}, {other}, {cosine}, {sine}, {rotation})"
         return self._rounded(node, f"tl.where({column} < {2 * half}, {rotated}, {value})")
+
+
+def _cubic_near(distance: str) -> str:
+    return f"({CUBIC + 2} * {distance} - {CUBIC + 3}) * {distance} * {distance} + 1.0"
+
+
+def _cubic_far(distance: str) -> str:
+    return f"(({CUBIC} * {distance} - {5 * CUBIC}) * {distance} + {8 * CUBIC}) * {distance} - {4 * CUBIC}"
 
 
 RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {

@@ -540,7 +540,9 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
     if user.target in (ops.activate, ops.gaussian_topk, ops.xielu, ops.mul):
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
     if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
-        return _parts(user, is_wide)
+        parts = _parts(user, is_wide)
+        needs_all = user.target is ops.layer_norm and all(heads is None for _, heads in parts or ())
+        return None if needs_all else parts
     if user.target is ops.join:
         if (joined := _parts(user, is_wide)) is None:
             return None

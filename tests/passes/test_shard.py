@@ -221,6 +221,24 @@ def body(x: fp32[T, 8]):
 """
 
 
+NORMED = """\
+def body(x: fp32[T, 8]):
+    h = linear(x, W("proj", fp32[8, 8]))
+    h_1 = layer_norm(h, W("norm", fp32[8]), W("norm_bias", fp32[8]), eps=1e-05)
+    h_2 = activate(h_1, kind="gelu")
+    up = linear(h_2, W("up", fp32[12, 8]))
+    m = activate(up, kind="silu")
+    out = linear(m, W("out", fp32[8, 12]))
+    return out
+"""
+
+
+def test_a_layer_norm_between_linears_has_all_of_its_row():
+    text = text_of(sharded(parse(NORMED), Mesh(2)))
+    assert 'h = linear(x, W("proj", fp32[8, 8]))' in text
+    assert 'up = linear(h_2, share(W("up", fp32[12, 8]), "tensor", 2))' in text
+
+
 def test_each_value_that_a_linear_computes_is_divided_by_itself():
     assert text_of(sharded(parse(DELTA), Mesh(2))) == DELTA_OF_A_RANK.rstrip()
 

@@ -122,9 +122,11 @@ def cubic_far(distance: Tensor) -> Tensor:
 
 
 def _rotary_sections(
-    positions: Type, freqs: Type, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
-) -> tuple[Type, Type]:
+    positions: Type, freqs: Type, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0,
+    axes: Sequence[int] | None = None,
+) -> tuple[Type, Type]:  # fmt: skip
     need(len(positions.shape) == 2 and len(sections) <= int(positions.shape[1]), f"{len(sections)} of {positions}")
+    need(axes is None or len(axes) == len(sections), f"{len(sections)} sections turn by axes {axes}")
     divide(sum(sections), int(freqs.shape[0]))
     made = Type("fp32", (positions.shape[0], sum(sections)))
     return made, made
@@ -132,20 +134,24 @@ def _rotary_sections(
 
 @op(_rotary_sections)
 def rotary_sections(
-    positions: Tensor, freqs: Tensor, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+    positions: Tensor, freqs: Tensor, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0,
+    axes: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """positions i64[T, C], freqs fp32[F] -> cos, sin fp32[T, D / 2], both times scale (Wang et al. 2024, M-RoPE)
 
     sections: of each of the first positions, how many frequencies it turns, one section after the other; of more than
         F, freqs begin anew.
-    interleaved: instead they take turns, and the first has those that are left (Qwen3-VL).
+    interleaved: instead they take turns, and the first has those that are left (Qwen3-VL); of more than F, those that
+        come one after the other have the same one (MoonViT).
+    axes: which positions sections are of; None: the first ones, in their order.
     """
-    freqs = freqs.repeat(sum(sections) // freqs.shape[0])
-    angles, start = positions[:, :1].float() * freqs, 0
-    for axis, size in enumerate(sections):
-        own = slice(axis, len(sections) * size, len(sections)) if interleaved else slice(start, start + size)
+    axes, num = range(len(sections)) if axes is None else axes, sum(sections) // freqs.shape[0]
+    freqs = freqs.repeat_interleave(num) if interleaved else freqs.repeat(num)
+    angles, start = positions[:, axes[0] : axes[0] + 1].float() * freqs, 0
+    for number, (axis, size) in enumerate(zip(axes, sections, strict=True)):
+        own = slice(number, len(sections) * size, len(sections)) if interleaved else slice(start, start + size)
         start += size
-        if axis:
+        if number:
             angles[:, own] = positions[:, axis : axis + 1].float() * freqs[own]
     return angles.cos() * scale, angles.sin() * scale
 

@@ -67,6 +67,8 @@ def test_sections_may_share_frequencies():
     places, freqs = torch.tensor([[3, 5, 9, 9], [4, 0, 9, 9]]), torch.tensor([1.0, 0.5])
     cos, _ = checked(ops.rotary_sections, places, freqs, sections=[2, 2])
     assert torch.allclose(cos, torch.tensor([[3, 1.5, 5, 2.5], [4, 2, 0, 0]]).cos())
+    cos, _ = checked(ops.rotary_sections, places, freqs, sections=[2, 2], interleaved=True, axes=[1, 0])
+    assert torch.allclose(cos, torch.tensor([[5, 3, 2.5, 1.5], [0, 4, 0, 2]]).cos())
 
 
 def test_rows_take_the_place_of_tokens():

@@ -405,15 +405,18 @@ class _Kernel:
     def _rotary_sections(self, node: Node, at: At, tile: _Tile) -> str:
         call = call_of(node)
         (positions, freqs), sections, column = call.args, call.kwargs["sections"], at[-1]
+        is_interleaved, axes = call.kwargs.get("interleaved", False), call.kwargs.get("axes") or range(len(sections))
         key = "angles", call, at, tile
         if key not in self._values:
-            axis = "0"
+            axis = str(axes[0])
             for number, size in tuple(enumerate(sections))[1:]:
                 turn = f"({column} % {len(sections)} == {number}) & ({column} < {len(sections) * size})"
-                own = turn if call.kwargs.get("interleaved", False) else f"{column} >= {sum(sections[:number])}"
-                axis = f"tl.where({own}, {number}, {axis})"
+                own = turn if is_interleaved else f"{column} >= {sum(sections[:number])}"
+                axis = f"tl.where({own}, {axes[number]}, {axis})"
             position = self._value(positions, (self._assign("axis", axis),), tile)
-            freq = self._value(freqs, (_divide(column, int(_type(freqs).shape[0]))[1],), tile)
+            num = int(_type(freqs).shape[0])
+            shared = _divide(column, sum(sections) // num)[0] if is_interleaved else _divide(column, num)[1]
+            freq = self._value(freqs, (shared,), tile)
             self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
         trig, scale = ("cos", "sin")[node.args[1]], float(call.kwargs.get("scale", 1.0))
         return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")

@@ -246,7 +246,8 @@ def piece(x0: u8[A, 30], x1: i64[A, 4], w0: fp32[5], w1: {0}[36, 20]):
     rotary_sections, rotary_sections_1 = generated.rotary_sections(x1, w0, sections=[5, 5])
     interpolate_table = generated.interpolate_table(w1, x1, side=6)
     interpolate_table_1 = generated.interpolate_table(w1, x1, side=6, mode="bicubic")
-    return normalize_pixels, rotary_sections, rotary_sections_1, interpolate_table, interpolate_table_1
+    rotary_sections_2, rotary_sections_3 = generated.rotary_sections(x1, w0, sections=[5, 5], interleaved=True, axes=[1, 0])
+    return normalize_pixels, rotary_sections, rotary_sections_1, interpolate_table, interpolate_table_1, rotary_sections_2, rotary_sections_3
 """,
     "rows of one number": """\
 def piece(x0: {0}[A], x1: {0}[A]):

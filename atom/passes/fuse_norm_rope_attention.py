@@ -14,7 +14,7 @@ from atom.passes.context import PassContext
 
 def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
     for attention in graph.find(ops.paged_attention):
-        written, cache, batch, *more = attention.args  # sinks, scales of entries in fp8, slopes
+        written, cache, batch, *more = attention.args  # sinks, scales of entries in fp8, slopes, ends
         if attention.prev is not written or written.target is not ops.norm_rope_write or len(written.users) > 1:
             continue
         if written.args[7:] != (cache, batch, *more[1:3]):

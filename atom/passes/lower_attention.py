@@ -50,7 +50,7 @@ def lower_attention(graph: Graph) -> Graph:
 
 
 def _lower(graph: Graph, attention: Node) -> None:
-    rotated, k, v, cache, *more = attention.args  # sinks, scales of entries in fp8, slopes
+    rotated, k, v, cache, *more = attention.args  # sinks, scales of entries in fp8, slopes, ends
     batch = graph.program_of(attention).input("batch", BATCH)
     (q, k, *turned), attributes = ahead_of_norm_rope(rotated, k)
     written = graph.insert(

@@ -128,6 +128,15 @@ def share(case: Any, groups: Sequence[tuple[int, list[int]]], spare: int = 1) ->
     return change(case, blocks, table, prefixes=SharedPrefixes(KIND, lengths, members, torch.tensor(starts).int()))
 
 
+def image_ends(case: Case, images: Sequence[tuple[int, int, int]]) -> Tensor:
+    """The argument `ends` i32[T] of images, whose tokens see all of them. images: sequence, first and last position"""
+    ends, batch = torch.full((len(case.q),), -1, dtype=torch.int32), case.batch
+    for row, first, last in images:
+        token = int(batch.starts[row + 1] - batch.lengths[row])  # that position 0 would have
+        ends[max(token + first, int(batch.starts[row])) : token + last + 1] = last
+    return ends
+
+
 def move(case: Any, device: str) -> Any:
     """The same on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), case)

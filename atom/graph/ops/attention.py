@@ -79,26 +79,33 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
 
 def causal_mask(
-    num_queries: int, num_keys: int, window: int | None, device: torch.device, chunked: bool = False
+    num_queries: int,
+    num_keys: int,
+    window: int | None,
+    device: torch.device,
+    chunked: bool = False,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """bool[num_queries, num_keys], the last query at the last key; true if the query sees the key.
 
     chunked: a query sees the keys from a multiple of the window on, not as many as the window has
+    ends: i32[num_queries], as in `attention`
     """
     queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
-    mask = keys <= queries
+    mask = keys <= (queries if ends is None else torch.maximum(queries, ends.unsqueeze(1)))
     if window is None:
         return mask
     return mask & (keys >= queries // window * window if chunked else keys > queries - window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-           sinks: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False,
+           ends: Tensor | None = None) -> Tensor:  # fmt: skip
     """One sequence: q [Q, N, D] at the last Q of L positions, k [L, K, D], v [L, K, U] -> [Q, N, U], in float32.
 
     A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025). A slope fp32[N] lowers
-    scores by the distance of query and key (Press et al. 2022).
+    scores by the distance of query and key (Press et al. 2022). ends i32[Q]: as in `attention`.
     """
     num_queries, heads, dim = q.shape
     grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
@@ -109,7 +116,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
         newest = torch.arange(k.shape[0] - num_queries, k.shape[0], device=q.device).unsqueeze(1)
         distances = newest - torch.arange(k.shape[0], device=q.device)
         scores = scores - slopes.view(k.shape[1], -1, 1, 1) * distances
-    scores.masked_fill_(~causal_mask(num_queries, k.shape[0], window, q.device, chunked), float("-inf"))
+    mask = causal_mask(num_queries, k.shape[0], window, q.device, chunked, ends)
+    scores.masked_fill_(~mask, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, num_queries, 1)
         scores = torch.cat((scores, column), dim=-1)
@@ -131,6 +139,11 @@ def _slopes(slopes: Type | None, q: Type) -> None:
     need(slopes in (None, Type("fp32", (q.shape[1],))), f"the slopes are {slopes} for q {q}")
 
 
+def _ends(ends: Type | None, q: Type, slopes: Type | None) -> None:
+    need(ends in (None, Type("i32", q.shape[:1])), f"the ends are {ends} for q {q}")
+    need(ends is None or slopes is None, "scores that fall with the distance are of tokens before a query")
+
+
 def need_scales(cache: KV, *scales: Type | None) -> None:
     for scale in scales:
         need(scale is None or cache.type.dtype == FP8, f"a scale of entries in {FP8}, the cache keeps {cache.type}")
@@ -138,11 +151,12 @@ def need_scales(cache: KV, *scales: Type | None) -> None:
 
 
 def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, k_scale: Type | None = None,
-               v_scale: Type | None = None, slopes: Type | None = None, *, scale: float, window: int | None = None,
-               softcap: float | None = None, chunked: bool = False) -> Type:  # fmt: skip
+               v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None, *, scale: float,
+               window: int | None = None, softcap: float | None = None, chunked: bool = False) -> Type:  # fmt: skip
     _window(cache, window, chunked)
     _sinks(sinks, q)
     _slopes(slopes, q)
+    _ends(ends, q, slopes)
     need_scales(cache, k_scale, v_scale)
     tokens, heads, dim = q.shape
     need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
@@ -153,15 +167,18 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
 
 @op(_attention, level=SEMANTIC)
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None,
-              k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-              scale: float, window: int | None = None, softcap: float | None = None,
+              k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+              ends: Tensor | None = None, *, scale: float, window: int | None = None, softcap: float | None = None,
               chunked: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], sinks [N], slopes fp32[N] -> [T, N, D], causal: the T tokens are one sequence.
 
     A query sees the window's tokens up to its own, or, chunked, those from a multiple of the window on. The cache,
     where a lowered graph keeps k and v, is not touched, and so the scales of its entries are not needed.
+
+    ends: i32[T], the last position that a query sees if it is after its own, as those of an image's tokens are that
+        see all of it; -1 for others
     """
-    return attend(q, k, v, scale, window, softcap, sinks, slopes, chunked)
+    return attend(q, k, v, scale, window, softcap, sinks, slopes, chunked, ends)
 
 
 def need_batch(batch: BatchType) -> None:
@@ -228,13 +245,14 @@ def write_entries(cache: PagedCache, batch: Batch, entries: Tensor) -> None:
 
 
 def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, k_scale: Type | None = None,
-                     v_scale: Type | None = None, slopes: Type | None = None, *, scale: float,
-                     window: int | None = None, softcap: float | None = None,
+                     v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None, *,
+                     scale: float, window: int | None = None, softcap: float | None = None,
                      chunked: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
     _window(cache, window, chunked)
     _sinks(sinks, q)
     _slopes(slopes, q)
+    _ends(ends, q, slopes)
     need_scales(cache, k_scale, v_scale)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
     return q
@@ -242,15 +260,17 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
 
 @op(_paged_attention, level=LOWERED)
 def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                    scale: float, window: int | None = None, softcap: float | None = None,
-                    chunked: bool = False) -> Tensor:  # fmt: skip
+                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                    ends: Tensor | None = None, *, scale: float, window: int | None = None,
+                    softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.
 
     Rows of several tokens may list blocks that other rows of the batch write, so all entries are written before.
 
     q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N], k_scale and v_scale fp32[1], which
     multiply entries in fp8, slopes fp32[N] -> [T, N, D]
+
+    ends: i32[T], as in `attention`; those of decodes are not read. None, also of a text that names some: all are -1
     """
     out = torch.zeros_like(q)
     for own, entries in cached_entries(cache, batch):
@@ -258,7 +278,8 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
             each if scale_of is None else each.float() * scale_of
             for each, scale_of in zip(entries.unbind(1), (k_scale, v_scale), strict=True)
         )
-        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks, slopes, chunked)
+        own_ends = None if ends is None else ends[own]
+        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks, slopes, chunked, own_ends)
     return out
 
 

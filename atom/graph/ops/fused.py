@@ -76,31 +76,33 @@ def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor | PackedW
 
 def _norm_rope_attention(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
                          k_norm: Type | None, cache: KV, batch: BatchType, sinks: Type | None = None,
-                         k_scale: Type | None = None, v_scale: Type | None = None, slopes: Type | None = None, *,
-                         eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
-                         softcap: float | None = None, chunked: bool = False) -> Type | tuple[Type, ...]:  # fmt: skip
+                         k_scale: Type | None = None, v_scale: Type | None = None, slopes: Type | None = None,
+                         ends: Type | None = None, *, eps: float = 0.0, interleaved: bool = False, scale: float,
+                         window: int | None = None, softcap: float | None = None,
+                         chunked: bool = False) -> Type | tuple[Type, ...]:  # fmt: skip
     scales = k_scale, v_scale
     q_type = norm_rope_write.infer(
         q, k, v, cos, sin, q_norm, k_norm, cache, batch, *scales, eps=eps, interleaved=interleaved
     )
     return paged_attention.infer(
-        q_type, cache, batch, sinks, *scales, slopes, scale=scale, window=window, softcap=softcap, chunked=chunked
+        q_type, cache, batch, sinks, *scales, slopes, ends, scale=scale, window=window, softcap=softcap, chunked=chunked
     )
 
 
 @op(_norm_rope_attention, level=LOWERED, state=True)
 def norm_rope_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                         k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                        k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                        eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
-                        softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                        k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                        ends: Tensor | None = None, *, eps: float = 0.0, interleaved: bool = False, scale: float,
+                        window: int | None = None, softcap: float | None = None,
+                        chunked: bool = False) -> Tensor:  # fmt: skip
     """norm_rope_write, and paged_attention of the q that it gives, with their arguments.
 
     q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D],
-    sinks [N], k_scale and v_scale fp32[1], slopes fp32[N] -> [T, N, D]
+    sinks [N], k_scale and v_scale fp32[1], slopes fp32[N], ends i32[T] -> [T, N, D]
     """
     scales = k_scale, v_scale
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, *scales, eps=eps, interleaved=interleaved)
     return paged_attention(  # type: ignore[no-any-return]
-        q, cache, batch, sinks, *scales, slopes, scale=scale, window=window, softcap=softcap, chunked=chunked
+        q, cache, batch, sinks, *scales, slopes, ends, scale=scale, window=window, softcap=softcap, chunked=chunked
     )

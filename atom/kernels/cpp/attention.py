@@ -45,13 +45,13 @@ class PagedAttention(attention.PagedAttention):
     """The op `paged_attention`: in C++ for steps of decodes without slopes and chunks, otherwise in torch."""
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                 scale: float, window: int | None = None, softcap: float | None = None,
-                 chunked: bool = False) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
+                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op."""
         if batch.num_single_query != len(q) or q.shape[2] > MAX_DIM or slopes is not None or chunked:
-            return super().__call__(q, cache, batch, sinks, k_scale, v_scale, slopes, scale=scale, window=window,
-                                    softcap=softcap, chunked=chunked)  # fmt: skip
+            return super().__call__(q, cache, batch, sinks, k_scale, v_scale, slopes, ends, scale=scale,
+                                    window=window, softcap=softcap, chunked=chunked)  # fmt: skip
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
         return torch.ops.atom.paged_decode(  # type: ignore[no-any-return]
             q.contiguous(), cache.blocks, batch.tables[cache.kind], batch.lengths, sinks, scale * of_keys, of_values,

@@ -48,14 +48,14 @@ class Attention(paged.Attention):
     def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
                         num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
                         out: Tensor, scale: float, window: int | None, softcap: float | None, slopes: Tensor | None,
-                        chunked: bool) -> None:  # fmt: skip
+                        chunked: bool, ends: Tensor | None) -> None:  # fmt: skip
         if self._tickets is None:
             self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
         num_prompts = len(lengths) - num_decodes
-        is_simple = slopes is None and not chunked
+        is_simple = slopes is None and ends is None and not chunked
         if not (is_simple and prefill_attention.suits(q, cache, num_decodes, num_prompts, window)):
             return super()._attend_prompts(q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out,
-                                           scale, window, softcap, slopes, chunked)  # fmt: skip
+                                           scale, window, softcap, slopes, chunked, ends)  # fmt: skip
         blocks, places, plan = cache, table, None
         if cache.dtype != q.dtype:
             blocks, places, plan = self._context.unpack(cache, table, lengths, num_decodes, q.dtype)

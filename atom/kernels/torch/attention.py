@@ -25,9 +25,9 @@ class PagedAttention:
         self._plans = Plans(Workspace(), workspace_bytes)
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                 scale: float, window: int | None = None, softcap: float | None = None,
-                 chunked: bool = False) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
+                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
         rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values, slopes), cache.blocks
@@ -39,5 +39,6 @@ class PagedAttention:
         for prefill in plan.prefills:
             prefill.reader.read(blocks)
             keys, values = prefill.reader.keys, prefill.reader.values
-            prefill.attend(q[prefill.tokens], keys, values, rule, out[prefill.tokens])
+            own_ends = None if ends is None else ends[prefill.tokens]
+            prefill.attend(q[prefill.tokens], keys, values, rule, out[prefill.tokens], own_ends)
         return out

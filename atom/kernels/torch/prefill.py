@@ -8,7 +8,7 @@ A tile reads only the keys that it sees.
     prefill.attend(q[tokens], reader.keys, reader.values, rule, out[tokens])
 
 A tile's keys end with its own positions, so only the last square of its scores is masked causally, and only the first
-by the window: no mask spans the context. The N / K query heads of a key/value head are rows of one matmul.
+by the window: no mask spans the context. With `ends` they go on to the largest of these. The N / K query heads of a key/value head are rows of one matmul.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class Prefill:
             return 0
         return position // self._window * self._window if self._chunked else max(0, position - self._window + 1)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
-        """q [Q, N, D], over the reader's positions keys fp32[K, C, D] and values fp32[K, C, U] -> out [Q, N, U]"""
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule, out: Tensor,
+               ends: Tensor | None = None) -> None:  # fmt: skip
+        """q [Q, N, D], over the reader's positions keys fp32[K, C, D] and values fp32[K, C, U] -> out [Q, N, U]
+
+        ends: i32[Q], as in the op
+        """
         size = min(TILE, max(1, MAX_SCORES // (q.shape[1] * keys.shape[1])))
         first = 0
         while first < len(q):
@@ -58,15 +62,19 @@ class Prefill:
             if self._chunked and self._window is not None:  # a tile sees one chunk
                 stop = min(stop, self._first_visible(self._start + first) + self._window - self._start)
             tile = slice(first, stop)
-            self._attend_tile(q[tile], self._start + first, keys, values, rule, out[tile])
+            own_ends = None if ends is None else ends[tile]
+            self._attend_tile(q[tile], self._start + first, keys, values, rule, out[tile], own_ends)
             first = stop
 
-    def _attend_tile(self, q: Tensor, position: int, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
+    def _attend_tile(self, q: Tensor, position: int, keys: Tensor, values: Tensor, rule: Rule, out: Tensor,
+                     ends: Tensor | None) -> None:  # fmt: skip
         """The tile of Q queries at `position` and after."""
         (num, heads, dim), (kv_heads, _, value_dim) = q.shape, values.shape
         group = heads // kv_heads
-        low = self._first_visible(position)
-        seen = slice(low - self._base, position + num - self._base)
+        low, high = self._first_visible(position), position + num
+        if ends is not None:
+            high = max(high, int(ends.max()) + 1)
+        seen = slice(low - self._base, high - self._base)
         queries = self._workspace.take("q", kv_heads, num, group, dim)
         sums = self._workspace.take("out", kv_heads, num, group, value_dim)
         scores = self._workspace.take("scores", kv_heads, num, group, seen.stop - seen.start)
@@ -80,7 +88,12 @@ class Prefill:
             distances = torch.arange(position, position + num).unsqueeze(1) - torch.arange(low, position + num)
             scores.sub_(rule.slopes.view(kv_heads, 1, group, 1) * distances.unsqueeze(1))
         square = torch.ones(num, num, dtype=torch.bool)
-        scores[..., -num:].masked_fill_(square.triu(1).unsqueeze(1), -math.inf)
+        if ends is None:
+            scores[..., -num:].masked_fill_(square.triu(1).unsqueeze(1), -math.inf)
+        else:
+            last = torch.maximum(torch.arange(position, position + num), ends).unsqueeze(1)
+            is_later = torch.arange(position, high) > last
+            scores[..., position - low :].masked_fill_(is_later.unsqueeze(1), -math.inf)
         if self._window is not None and not self._chunked:
             scores[..., :num].masked_fill_(square.tril(position - self._window - low).unsqueeze(1), -math.inf)
         if rule.sinks is None:

@@ -67,6 +67,24 @@ def test_slopes_are_a_bias_by_distance():
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_with_an_end_see_all_up_to_it(window: int | None):
+    """As tokens of images that see all of their image do."""
+    q, k, v = random_qkv(9)
+    image = torch.tensor([0, 1, 1, 1, 1, 0, 2, 2, 0])
+    ends = torch.tensor([-1, 4, 4, 4, 4, -1, 7, 7, -1]).int()
+    queries, keys = torch.arange(9).unsqueeze(1), torch.arange(9)
+    seen = (keys <= queries) | ((image.unsqueeze(1) == image) & (image > 0))
+    if window is not None:
+        seen &= keys > queries - window
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.7, enable_gqa=True
+    ).transpose(0, 1)
+    more = None, None, None, None, ends
+    out = checked(ops.attention, q, k, v, Cache(LAYER, None), *more, scale=0.7, window=window)
+    torch.testing.assert_close(out, expected)
+
+
 def eager(modeling: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, **kwargs: object) -> torch.Tensor:  # fmt: skip
     """The attention of a model of transformers, over [1, N, T, D]."""
     module = SimpleNamespace(num_key_value_groups=N // K, training=False, sinks=kwargs.pop("sinks", None))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checks import assert_equal, calls_of, relative_error
-from kernels.paged import Case, change, make_case, reference
+from kernels.paged import Case, change, image_ends, make_case, reference
 from torch.profiler import ProfilerActivity, profile
 
 from atom.graph import ops
@@ -65,6 +65,13 @@ def test_lengths_around_the_ends_of_blocks_windows_and_tiles(window, has_sinks):
     prefills = [(num, num + before) for num in (1, 16, 63, 64, 65, 129) for before in (0, 15, 16, 17)]
     case = make_case(lengths, prefills, kv_heads=2, heads=6, window=window, has_sinks=has_sinks)
     assert_equal(PagedAttention()(*case, scale=0.3, window=window), reference(case, scale=0.3, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_ends_of_a_tile_may_be_in_a_later_one(window):
+    case = make_case([40], [(160, 170), (5, 21), (3, 3)], kv_heads=2, heads=6, window=window, has_sinks=True)
+    attributes = {"scale": 0.3, "window": window, "ends": image_ends(case, [(1, 30, 150), (1, 160, 165), (2, 16, 20)])}
+    assert_equal(PagedAttention()(*case, **attributes), reference(case, **attributes))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -159,22 +159,22 @@ def attend_tile(q, k, v, best, total, acc, is_seen, k_scale, slopes, distances, 
 
 @jit
 def attend_keys(
-    q, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale, slopes,
+    q, best, total, acc, keys, values, blocks, block, start, stop, newest, seen, k_scale, slopes,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence, as in attend_tile.
 
-    newest i32[M]: each row's own position; keys and values of a position lie ROW apart, in the blocks listed at
-    `blocks`; block i32[BLOCK_N]: those of the first iteration. Without MASKED every row sees every position, and there
-    are a multiple of BLOCK_N.
+    newest i32[M]: each row's own position; seen i32[M]: the last one that it sees; keys and values of a position lie
+    ROW apart, in the blocks listed at `blocks`; block i32[BLOCK_N]: those of the first iteration. Without MASKED every
+    row sees every position, and there are a multiple of BLOCK_N.
     """
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         k, v, block = load_keys(keys, values, blocks, block, positions, stop, MASKED, BLOCK_SIZE, ROW, DIM, q.shape[1])
         is_seen = None
         if MASKED:
-            is_seen = positions[None, :] <= newest[:, None]
+            is_seen = positions[None, :] <= seen[:, None]
             if WINDOW is not None:
                 is_seen = is_seen & (positions[None, :] >= find_first(newest, WINDOW, CHUNKED)[:, None])
         distances = newest[:, None] - positions[None, :]

@@ -40,7 +40,8 @@ class Attention:
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
                 sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, slopes: Tensor | None,
-                scale: float, window: int | None, softcap: float | None, chunked: bool) -> Tensor:  # fmt: skip
+                ends: Tensor | None, scale: float, window: int | None, softcap: float | None,
+                chunked: bool) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
@@ -54,8 +55,9 @@ class Attention:
             starts, num_more = batch.starts, num_decodes * (batch.query_len - 1)
             if num_more:  # it takes decodes to have one query each
                 starts = starts - num_more
+                ends = None if ends is None else ends[num_more:]
             self._attend_prompts(rotated[num_more:], blocks, table, starts, batch.lengths, num_decodes, sinks, k_scale,
-                                 v_scale, out[num_more:], scale, window, softcap, slopes, chunked)  # fmt: skip
+                                 v_scale, out[num_more:], scale, window, softcap, slopes, chunked, ends)  # fmt: skip
         return out
 
     def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
@@ -74,27 +76,29 @@ class Attention:
     def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
                         num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
                         out: Tensor, scale: float, window: int | None, softcap: float | None, slopes: Tensor | None,
-                        chunked: bool) -> None:  # fmt: skip
+                        chunked: bool, ends: Tensor | None) -> None:  # fmt: skip
         """As `prefill.prefill`."""
         prefill.prefill(q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
-                        softcap, self._prefilling, slopes=slopes, chunked=chunked)  # fmt: skip
+                        softcap, self._prefilling, slopes=slopes, chunked=chunked, ends=ends)  # fmt: skip
 
 
 class PagedAttention(Attention):
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                 scale: float, window: int | None = None, softcap: float | None = None,
-                 chunked: bool = False) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
+                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
-        return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, slopes, scale, window, softcap, chunked)
+        return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, slopes, ends, scale, window, softcap,
+                            chunked)  # fmt: skip
 
 
 class NormRopeAttention(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                  k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
-                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None, *,
-                 eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
-                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
+                 ends: Tensor | None = None, *, eps: float = 0.0, interleaved: bool = False, scale: float,
+                 window: int | None = None, softcap: float | None = None,
+                 chunked: bool = False) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q, k and v may lie apart. A token's key is written whether it has a sequence
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
@@ -111,5 +115,5 @@ class NormRopeAttention(Attention):
         if is_one_launch:
             newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
         decoding = rotated if newest is None else q
-        return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, slopes, scale, window,
-                            softcap, chunked)  # fmt: skip
+        return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, slopes, ends, scale,
+                            window, softcap, chunked)  # fmt: skip

@@ -2,6 +2,7 @@
 
     args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
     prefill(*args, scale, window, softcap)
+    prefill(*args, scale, window, softcap, ends=ends)       # some queries see later tokens, too: those of an image
 
 A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
 read once for the group. The launch depends on the numbers of tokens and sequences only: each program finds its tile in
@@ -58,10 +59,10 @@ def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters
 
 @jit(
     do_not_specialize=["num_tokens", "num_sequences", "num_decodes", "table_stride"],
-    do_not_specialize_on_alignment=["table", "starts", "lengths"],
+    do_not_specialize_on_alignment=["table", "starts", "lengths", "ends"],
 )
 def _prefill(
-    q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+    q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, ends, out, num_tokens, num_sequences,
     num_decodes, table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -76,15 +77,15 @@ def _prefill(
     wait_for_inputs(PDL)
     sequences = num_decodes + tl.arange(0, BLOCK_S)
     firsts = tl.load(starts + sequences, mask=sequences <= num_sequences, other=num_tokens)
-    ends = tl.load(starts + sequences + 1, mask=sequences < num_sequences, other=num_tokens)
-    counts = tl.cdiv(ends - firsts, BLOCK_M // GROUP)
+    stops = tl.load(starts + sequences + 1, mask=sequences < num_sequences, other=num_tokens)
+    counts = tl.cdiv(stops - firsts, BLOCK_M // GROUP)
     if plan is None:
         tile = tl.sum(counts, 0) - 1 - tl.program_id(0)
         if tile < 0:
             return
         owner, before = find_owner(counts, tile)
         _attend_tile(
-            q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+            q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, ends, out, num_tokens, num_sequences,
             table_stride, q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW,
             CHUNKED, BLOCK_SIZE, HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -96,7 +97,7 @@ def _prefill(
             tile = num_tiles - 1 - number
             owner, before = find_owner(counts, tile)
             _attend_tile(
-                q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+                q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, ends, out, num_tokens, num_sequences,
                 table_stride, q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW,
                 CHUNKED, BLOCK_SIZE, HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
@@ -104,8 +105,8 @@ def _prefill(
 
 @jit
 def _attend_tile(
-    q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences, table_stride,
-    q_stride, sequence, tile, head, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    q, cache, table, starts, lengths, sinks, k_scale, v_scale, slopes, ends, out, num_tokens, num_sequences,
+    table_stride, q_stride, sequence, tile, head, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +137,10 @@ def _attend_tile(
     newest = context + place + rows // GROUP
     oldest_query = context + place
     stop = tl.minimum(oldest_query + QUERIES, length)
+    seen = newest
+    if ends is not None:
+        seen = tl.maximum(newest, tl.load(ends + tokens, mask=is_row, other=-1))
+        stop = tl.minimum(tl.maximum(stop, tl.max(seen, 0) + 1), length)
     if slopes is not None:
         slopes = load_slopes(slopes, heads, is_row)
     start = 0
@@ -150,13 +155,13 @@ def _attend_tile(
         if CHUNKED:  # none, if a chunk begins among the rows
             whole = tl.where(oldest_query // WINDOW == (oldest_query + QUERIES - 1) // WINDOW, whole, start)
         best, total, acc = attend_keys(
-            queries, best, total, acc, keys, values, blocks, block, start, whole, newest, k_scale, slopes,
+            queries, best, total, acc, keys, values, blocks, block, start, whole, newest, seen, k_scale, slopes,
             SCALE, SOFTCAP, WINDOW, CHUNKED, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
         )  # fmt: skip
         start = whole
         block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
     best, total, acc = attend_keys(
-        queries, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale, slopes,
+        queries, best, total, acc, keys, values, blocks, block, start, stop, newest, seen, k_scale, slopes,
         SCALE, SOFTCAP, WINDOW, CHUNKED, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
     )  # fmt: skip
     offsets = (tokens.to(tl.int64) * (HEADS * GROUP) + heads) * DIM
@@ -166,10 +171,12 @@ def _attend_tile(
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
             window: int | None, softcap: float | None, parameters: Parameters | None = None,
-            plan: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False) -> None:  # fmt: skip
+            plan: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False,
+            ends: Tensor | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op.
 
     plan: of context.py; only the sequences that are not unpacked are attended. None: all
+    ends: i32[T], as in the op
     """
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
@@ -185,7 +192,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     if plan is not None:
         num_tiles = min(num_tiles, -(-2 * gpu.units // kv_heads))
     _prefill[(num_tiles, kv_heads)](
-        q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, out, num_tokens, num_sequences,
+        q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, slopes, ends, out, num_tokens, num_sequences,
         num_decodes, table.stride(0), q.stride(0), scale, softcap, window, chunked, block_size, kv_heads, group, dim,
         sequence_bucket(num_prefills + 1), rows, positions, max(16, next_power_of_2(dim)), num_warps=num_warps,
         num_stages=num_stages, **options,

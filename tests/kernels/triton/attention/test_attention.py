@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal, relative_error
-from kernels.paged import KIND, Case, change, make_case, move, reference
+from kernels.paged import KIND, Case, change, image_ends, make_case, move, reference
 
 from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.paged import PagedAttention, decode
@@ -65,6 +65,23 @@ def test_chunks_and_slopes_equal_the_reference(triton_device, window, chunked, h
     for attend in (PagedAttention(), PagedAttention(SMALL_PARTS)):
         attributes = {"scale": 0.3, "window": window, "chunked": chunked, "slopes": slopes}
         assert_equal(run(case, triton_device, attend, **attributes), expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (20, 1.5, True)])
+def test_queries_see_up_to_their_ends(triton_device, window, softcap, has_sinks, query_len):
+    case = make_case(
+        [], [(3, 3), (3, 9), (60, 70), (5, 21)], kv_heads=2, heads=6, dim=20, block_size=3, window=window,
+        has_sinks=has_sinks,
+    )  # fmt: skip
+    if query_len == 3:
+        case = change(case, num_decodes=2, query_len=3)
+    ends = image_ends(case, [(2, 12, 40), (2, 50, 52), (3, 16, 20)])
+    attributes = {"scale": 0.3, "window": window, "softcap": softcap}
+    expected = reference(case, **attributes, ends=ends)
+    assert not torch.equal(expected, reference(case, **attributes))
+    assert_equal(run(case, triton_device, ends=ends.to(triton_device), **attributes), expected)
 
 
 @pytest.mark.sampled(2)

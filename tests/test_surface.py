@@ -111,7 +111,7 @@ model.residual_gate: kind factor
 model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
 model.streams: kind num
-model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token
+model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional
 model.vision: model_types max_edge patch_norm rope_alternates assumes
 model.vision.tiles: fit side edge min max
 model.vision.text: start tile tile_line thumbnail whole line end

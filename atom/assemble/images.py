@@ -39,10 +39,12 @@ def open_images(graph: Graph, config: Config) -> EngineImages | None:
     assert vision is not None, "the text was written of it"
     has_sections = any(node.name == ROPE_POSITIONS for node in graph.programs[BODY].inputs)
     find_rope = functools.partial(rope_positions, merge=vision.merger.side) if has_sections else None
+    is_whole, max_patches = bool(vision.bidirectional), config.serve.max_patches
+    max_tokens = config.serve.max_num_batched_tokens if is_whole else None
     return EngineImages(
-        EncodePlanner(pool, config.serve.max_patches),
-        StepImages(pool, functools.partial(encoder_inputs, vision=vision)),
-        RequestImages(pool, config.serve.max_patches, find_rope),
+        EncodePlanner(pool, max_patches, is_whole=is_whole),
+        StepImages(pool, functools.partial(encoder_inputs, vision=vision), has_ends=is_whole),
+        RequestImages(pool, max_patches, find_rope, max_tokens),
     )
 
 

@@ -508,6 +508,7 @@ class VisionConfig:
     merger: MergerConfig = field(default_factory=MergerConfig)
     out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden
     deepstack: list[int] = field(default_factory=list)  # layers whose outputs become parts of a row, too
+    bidirectional: list[str] = field(default_factory=list)  # types of the body's layers where an image's tokens see all
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, besides null
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
-from atom.config.schema import Config, VisionConfig
+from atom.config.schema import AttentionConfig, Config, ModelConfig, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -72,10 +72,27 @@ def derive_vision(config: Config) -> VisionConfig | None:
     for key, value in vision.assumes.items():
         if (found := config.hf.get(key)) not in (None, value):
             raise UnsupportedError(f"{config.checkpoint}: {key}={found} is not supported (supported: {value})")
+    check_bidirectional(config.model, vision)
     check_sections(config)
     check_tiles(config, vision)
     check_processor(config, vision)
     return replace(vision, out=config.model.hidden)
+
+
+def check_bidirectional(model: ModelConfig, vision: VisionConfig) -> None:
+    """Check that the layers in which an image's tokens see all of it have an attention that can do so."""
+    for kind in vision.bidirectional:
+        layers = [layer for layer in range(model.layers) if model.layer_type(layer) == kind]
+        if not layers:
+            raise ConfigError(f"model.vision.bidirectional: the body has no layers of type {kind}")
+        names = {name for layer in layers for name in model.branches_of(layer)}
+        settings = (model.attention if name == "attention" else model.blocks[name].settings for name in names - {"mlp"})
+        for each in settings:
+            if isinstance(each, AttentionConfig) and (each.kind != "gqa" or each.alibi != "none"):
+                raise UnsupportedError(
+                    f"model.vision.bidirectional: {kind} has attention of kind {each.kind}, alibi={each.alibi} "
+                    "(supported: gqa, without)"
+                )
 
 
 def check_sections(config: Config) -> None:

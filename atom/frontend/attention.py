@@ -139,8 +139,8 @@ def norm_qk(writer: Writer, made: dict[str, Node], layer: int, weight_of_heads: 
 
 def more_of_scores(
     writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int
-) -> list[Recipe | None]:
-    """Further arguments of `ops.attention`: sinks, scales of keys and values in fp8, slopes; up to the last one."""
+) -> list[Recipe | Node | None]:
+    """Further arguments of `ops.attention`: sinks, scales of keys and values in fp8, slopes, ends; to the last one."""
     sinks = W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
     roles = ("k_scale", "v_scale")
     is_scaled = cache.type.dtype == "fp8_e4m3"
@@ -148,7 +148,7 @@ def more_of_scores(
     slopes = None
     if attention.alibi != "none":
         slopes = alibi_slopes(attention.heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
-    more: list[Recipe | None] = [sinks, *scales, slopes]
+    more = [sinks, *scales, slopes, writer.ends.get(writer.model.layer_type(layer) or "")]
     while more and more[-1] is None:
         more.pop()
     return more

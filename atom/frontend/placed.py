@@ -5,7 +5,8 @@
     x = placed.put(writer, x, part=1)           # after it, if deeper layers of the tower give parts, too (DeepStack)
 
 Inputs: `rows` i32[T] has the row of each token, -1 of a text's; `encoded` [N, H * parts] the rows of images, of which a
-step may read any; `rope_positions` i64[T, 3] what turns the sections of a rope.
+step may read any; `rope_positions` i64[T, 3] what turns the sections of a rope; `ends` i32[T] the position of the last
+token of an image for its tokens, -1 for a text's, in layers in which an image's tokens see all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx import Node
 from atom.config import VisionConfig
 from atom.frontend.writer import Writer
 from atom.graph import Type, ops
-from atom.graph.graph import ENCODED, ROPE_POSITIONS, ROWS
+from atom.graph.graph import ENCODED, ENDS, ROPE_POSITIONS, ROWS
 
 POSITIONS = 3  # of a token in an image: time, row, column
 
@@ -43,4 +44,6 @@ def write_placed(writer: Writer, vision: VisionConfig) -> Placed:
     encoded = program.input(ENCODED, Type(writer.dtype, ("N", model.hidden * num_parts)))
     has_sections = any(attention.rope.sections is not None for attention in model.attentions)
     positions = program.input(ROPE_POSITIONS, Type("i64", ("T", POSITIONS))) if has_sections else None
+    if vision.bidirectional:
+        writer.ends.update(dict.fromkeys(vision.bidirectional, program.input(ENDS, Type("i32", ("T",)))))
     return Placed(rows, encoded, num_parts, positions)

@@ -50,6 +50,7 @@ class Writer:
     scaled: set[str] = field(default_factory=set)  # names in model.scales, channel_scales and norm that were read
     carried: dict[str, Node] = field(default_factory=dict)  # by role, what a layer hands to later ones
     stream: int | None = None  # of several, of which each has weights of its own
+    ends: dict[str, Node] = field(default_factory=dict)  # by type of layer, up to where its tokens see, see placed.py
     segments: Segments | None = None  # of a program without caches, whose tokens see all of their segment
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:

@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     rows: Tensor | None = None  # i32[T], if the body takes images: of `encoded`; -1: none
     encoded: Tensor | None = None  # [N, W], the encoded images
     rope_positions: Tensor | None = None  # i64[T, 3], if the body takes them
+    ends: Tensor | None = None  # i32[T], if the body takes them; None: none is after its token
 
 
 class State(Protocol):

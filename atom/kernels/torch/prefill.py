@@ -8,7 +8,8 @@ A tile reads only the keys that it sees.
     prefill.attend(q[tokens], reader.keys, reader.values, rule, out[tokens])
 
 A tile's keys end with its own positions, so only the last square of its scores is masked causally, and only the first
-by the window: no mask spans the context. With `ends` they go on to the largest of these. The N / K query heads of a key/value head are rows of one matmul.
+by the window: no mask spans the context. With `ends` they go on to the largest of these. The N / K query heads of a
+key/value head are rows of one matmul.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atom.graph import BODY, VISION, Graph, Type
-from atom.graph.graph import ROPE_POSITIONS
+from atom.graph.graph import ENDS, ROPE_POSITIONS
 from atom.kernels.step import Inputs, State
 from atom.runtime.step.input import Encode
 
@@ -28,6 +28,7 @@ class SentImages(NamedTuple):
 
     rows: Tensor  # i32[T], as `StepInput.image_rows`
     rope: Tensor | None  # i32[4, N], as `StepInput.rope_positions`; None: all tokens have those of their slots
+    ends: Tensor | None = None  # i32[T], as `StepInput.image_ends`; None: tokens see none after their own
 
 
 def encoded_type(graph: Graph) -> Type:
@@ -44,7 +45,8 @@ class ImageEncoder:
         """
         self.encoded = encoded
         self._text = torch.full((max_tokens,), -1, dtype=torch.int32, device=encoded.device)
-        self._has_sections = any(node.name == ROPE_POSITIONS for node in graph.programs[BODY].inputs)
+        inputs = {node.name for node in graph.programs[BODY].inputs}
+        self._has_sections, self.has_ends = ROPE_POSITIONS in inputs, ENDS in inputs
 
     def run(self, program: Callable[[Mapping[str, Any]], tuple[Any, ...]], encode: Encode, send: Send) -> None:
         """Encode images, and keep their rows. program: VISION"""
@@ -68,5 +70,10 @@ class ImageEncoder:
             if images is not None and images.rope is not None:
                 index, *axes = images.rope.long()
                 rope.index_copy_(0, index, torch.stack(axes, 1))
-        rows = self._text[:num_tokens] if images is None else images.rows
-        return inputs._replace(rows=rows, encoded=self.encoded, rope_positions=rope)
+        rows, ends = (self._text[:num_tokens], None) if images is None else (images.rows, images.ends)
+        return inputs._replace(rows=rows, encoded=self.encoded, rope_positions=rope, ends=ends)
+
+    def rehearse(self, num_tokens: int) -> SentImages:
+        """What a step with images sends, of tokens that are text."""
+        text = self._text[:num_tokens]
+        return SentImages(text, None, text)

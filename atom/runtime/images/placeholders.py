@@ -33,11 +33,14 @@ def hide_placeholders(tokens: list[int]) -> list[int]:
     return [max(token, 0) for token in tokens]
 
 
-def check_images(prompt: list[int], images: Sequence[PlacedImage], max_rows: int, max_patches: int) -> None:
+def check_images(
+    prompt: list[int], images: Sequence[PlacedImage], max_rows: int, max_patches: int, max_tokens: int | None = None
+) -> None:
     """Raise RequestError if the images' placeholders are not those of the prompt, or an image is too large.
 
     max_rows: that there is memory for
     max_patches: that a step encodes
+    max_tokens: that a step computes, if an image's have to be in one; None: they need not
     """
     last, num_placeholders = 0, 0
     for image, start, stop in images:
@@ -59,6 +62,11 @@ def check_images(prompt: list[int], images: Sequence[PlacedImage], max_rows: int
             raise RequestError(
                 f"an image has {image.num_patches} patches, more than the {max_patches} that a step encodes: "
                 "give a smaller image, or raise serve.max_patches"
+            )
+        if max_tokens is not None and stop - start > max_tokens:
+            raise RequestError(
+                f"an image takes {stop - start} tokens, which see each other, more than a step's {max_tokens}: "
+                "raise serve.max_num_batched_tokens"
             )
         last, num_placeholders = stop, num_placeholders + len(found)
     if num_placeholders < sum(token < 0 for token in prompt):

@@ -21,17 +21,21 @@ FindRope = Callable[[int, Sequence[PlacedImage]], tuple[npt.NDArray[np.int32], i
 
 
 class RequestImages:
-    def __init__(self, pool: RowPool, max_patches: int, find_rope: FindRope | None = None) -> None:
+    def __init__(
+        self, pool: RowPool, max_patches: int, find_rope: FindRope | None = None, max_tokens: int | None = None
+    ) -> None:
         """
         pool: of the engine's steps
         max_patches: that a step encodes
+        max_tokens: of a step, if it computes all tokens of an image; None: they may be divided
         find_rope: computes rope positions; None: they are the tokens' own
         """
         self.pool, self._max_patches, self._find_rope = pool, max_patches, find_rope
+        self._max_tokens = max_tokens
 
     def check(self, prompt: list[int], images: Sequence[PlacedImage]) -> None:
         """Raise RequestError if the images are not those of the prompt's placeholders, or one is too large."""
-        check_images(prompt, images, self.pool.num_rows, self._max_patches)
+        check_images(prompt, images, self.pool.num_rows, self._max_patches, self._max_tokens)
 
     def find_rope(self, prompt: list[int], images: Sequence[PlacedImage]) -> tuple[npt.NDArray[np.int32] | None, int]:
         """The rope positions i32[3, L] up to the end of the last image, None if they are the tokens' own.

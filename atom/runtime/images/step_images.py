@@ -24,8 +24,9 @@ EncoderInputs = Callable[[List[Image]], tuple[Mapping[str, npt.NDArray[np.generi
 
 
 class StepImages:
-    def __init__(self, pool: RowPool, encoder_inputs: EncoderInputs) -> None:
-        self._pool, self._encoder_inputs = pool, encoder_inputs
+    def __init__(self, pool: RowPool, encoder_inputs: EncoderInputs, *, has_ends: bool = False) -> None:
+        """has_ends: an image's tokens see each other, so a step sends up to where they see"""
+        self._pool, self._encoder_inputs, self._has_ends = pool, encoder_inputs, has_ends
 
     def add(self, step: StepInput, rows: List[ScheduledRequest], firsts: Iterable[int]) -> None:
         """Add what the plan's rows need of images, if anything. firsts: of each row, its first token in the batch"""
@@ -37,21 +38,25 @@ class StepImages:
         if not chunks:
             return
         step.encode = self._plan_encode(find_images(row for row, _ in chunks))
-        image_rows = np.full(step.shape.num_tokens, -1, np.int32)
+        image_rows, ends = np.full((2, step.shape.num_tokens), -1, np.int32)
         rope: list[npt.NDArray[np.int32]] = []
         for row, first in chunks:
             sequence, start = row.sequence, row.start
             stop = min(start + row.num_tokens, sequence.images[-1].stop)
-            for image, begin, end in sequence.images:
-                begin, end = max(begin, start), min(end, stop)
+            for image, begin, image_end in sequence.images:
+                begin, end = max(begin, start), min(image_end, stop)
                 if begin < end:
+                    is_whole = end == image_end or not self._has_ends
+                    assert is_whole, "a chunk divides no image whose tokens see each other"
                     offsets = row_offsets(sequence.prompt[begin:end], image)
                     (places,) = (offsets >= 0).nonzero()
                     image_rows[first + begin - start + places] = self._rows_of(image)[offsets[places]]
+                    ends[first + begin - start + places] = end - 1
             if sequence.rope_positions is not None:
                 tokens = np.arange(first, first + stop - start, dtype=np.int32)
                 rope.append(np.vstack([tokens, sequence.rope_positions[:, start:stop]]))
         step.image_rows = bytearray(image_rows)
+        step.image_ends = bytearray(ends) if self._has_ends else bytearray()
         step.rope_positions = bytearray(np.hstack(rope).tobytes()) if rope else bytearray()
 
     def retract(self, rows: Iterable[ScheduledRequest]) -> None:

@@ -224,9 +224,9 @@ class KVCache:
         needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self._paged)
         return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of that many tokens fits if it is the only one."""
-        needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self.pools)
+    def can_ever_fit(self, num_tokens: int, step: int = 1) -> bool:
+        """Whether a sequence of that many tokens fits if it is the only one. step: tokens that it may need at a time"""
+        needs = ((pool, pool.kind.blocks(num_tokens, step)) for pool in self.pools)
         return all(needed < pool.num_blocks for pool, needed in needs)
 
     def match_prefix(self, sequence: Sequence, spare: int = 0) -> int | None:

@@ -233,7 +233,9 @@ class Scheduler:
                 f"{self.limits.max_model_len}, shorten it or raise max_model_len"
             )
         num_tokens = min(num_prompt + sequence.params.max_tokens, self.limits.max_model_len)
-        if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt)):  # the KV of the last token is never computed
+        at_once = 1 if self._images is None else self._images.largest(sequence)
+        # the KV of the last token is never computed
+        if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt), at_once):
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
                 "shorten them or raise kv_cache_memory (num_kvcache_blocks if set)"
@@ -391,6 +393,9 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         max_prompt_tokens = budget if self.max_prompt_tokens is None else self.max_prompt_tokens
         kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
+        if num_whole := self._count_whole(prompts):
+            kept, max_prompt_tokens = max(kept, num_whole), max(max_prompt_tokens, num_whole)
+            del decodes[budget - num_whole :]
         max_drafts = self._max_drafts(len(decodes))
         for at, sequence in enumerate(decodes + prompts):
             if at == len(decodes):
@@ -410,6 +415,14 @@ class Scheduler:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
         return min(budget, max_prompt_tokens)
+
+    def _count_whole(self, prompts: list[Sequence]) -> int:
+        """The tokens of an image that the step has to have room for at once: that of the prompt which comes first."""
+        if self._images is None:
+            return 0
+        if not prompts and self._can_admit:
+            prompts = [self.waiting.peek()]
+        return self._images.min_tokens(prompts[0]) if prompts and prompts[0].images else 0
 
     def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that need not wait for a commit: decodes, and prompts.
@@ -537,8 +550,12 @@ class Scheduler:
 
     def _keep_for_prompts(self, has_prompts: bool) -> int:
         """The tokens of a step that are kept for prompts, so not used for drafts."""
-        can_admit = bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
-        return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
+        return self.limits.max_num_batched_tokens // 2 if has_prompts or self._can_admit else 0
+
+    @property
+    def _can_admit(self) -> bool:
+        """Whether a sequence waits that may find room in this step."""
+        return bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
 
     def _max_drafts(self, num_decodes: int) -> int:
         """Max drafts of each of a step's decodes; if times are known, the number with the most tokens/s."""
@@ -585,6 +602,8 @@ class Scheduler:
                 return end - start
             sequence.drafts = []
         stop = self.cache.allocate(sequence, self.cache.chunk_end(sequence, min(start + budget, stop)), spare)
+        if self._images is not None:
+            stop = self._images.chunk_end(sequence, stop)
         return max(stop - start, 0)
 
     def _num_left(self, sequence: Sequence) -> int:

@@ -200,6 +200,7 @@ class Graphs:
             self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))
             self._sample_in_every_way()
             self._rehearse_mixed(BatchShape(max_tokens, max_rows, max_rows))  # with which memory is measured
+            self._rehearse_images(BatchShape(min(max_tokens, LONG), 1, 1))
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
                     self._rehearse_mixed(shape)
@@ -293,6 +294,14 @@ class Graphs:
         packed = self._model.send(shape.pad(self._model.padding))
         rows = shape.split(packed)
         self._end_rehearsal(begin(self._model, self._model.mix(shape, packed, prefixes), rows.sampled, rows))
+
+    def _rehearse_images(self, shape: BatchShape) -> None:
+        """Run a step with images, if its kernels differ from those of others."""
+        if self._model.images is None or not self._model.images.has_ends:
+            return
+        packed, images = self._model.send(shape.pad(self._model.padding)), self._model.images.rehearse(shape.num_tokens)
+        rows, computed = shape.split(packed), self._model.mix(shape, packed, images=images)
+        self._end_rehearsal(begin(self._model, computed, rows.sampled, rows))
 
     def _end_rehearsal(self, started: Started) -> None:
         if started.unscored:  # the last stage has sent the logits

@@ -212,6 +212,8 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     drafted: bytearray = bytearray()  # i64[D, 1 + drafts]: slots, and what the host has drafted for them, -1 for none
     encode: Encode | None = None
     image_rows: bytearray = bytearray()  # i32[T]: the kept row that each token takes; -1: none. Empty: no token has one
+    # i32[T]: of tokens that see all of their image the position of its last one, -1 of others. Empty: there are none
+    image_ends: bytearray = bytearray()
     rope_positions: bytearray = bytearray()  # i32[4, N]: tokens whose rope has other positions than those of the slot
     others: list[StepInput] = []  # of the other data groups, of the same shape
 

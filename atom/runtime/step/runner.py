@@ -186,7 +186,8 @@ class Runner:
         if not step.image_rows:
             return None
         rope = self.model.send(step.rope_positions).view(4, -1) if step.rope_positions else None
-        return SentImages(self.model.send(step.image_rows), rope)
+        ends = self.model.send(step.image_ends) if step.image_ends else None
+        return SentImages(self.model.send(step.image_rows), rope, ends)
 
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""

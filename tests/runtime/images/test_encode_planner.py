@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from kinds import full_kind
+import pytest
+from kinds import full_kind, window_kind
 
+from atom.errors import RequestError
 from atom.images.types import Image, PlacedImage, placeholder
 from atom.runtime.images.encode_planner import EncodePlanner
 from atom.runtime.images.row_pool import RowPool
@@ -13,7 +15,7 @@ from atom.runtime.kv.cache import KVCache
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import Capacity, StepInput
-from atom.runtime.types import Plan, Sampled, Sequence, StepLimits
+from atom.runtime.types import Plan, Sampled, Sequence, StateKind, StepLimits
 from atom.sampling_params import SamplingParams
 
 FULL = full_kind()
@@ -39,13 +41,23 @@ def ask(id: str, *parts: int | Image, max_tokens: int = 2) -> Sequence:
 class Steps:
     """Plans and builds steps; none runs."""
 
-    def __init__(self, num_rows: int, max_patches: int, max_tokens: int = 64, num_blocks: int = 100) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_patches: int,
+        max_tokens: int = 64,
+        num_blocks: int = 100,
+        is_whole: bool = False,
+        kinds: tuple[StateKind, ...] = (FULL,),
+    ) -> None:
         self.pool = RowPool(num_rows)
-        cache = KVCache((FULL,), {"full": num_blocks}, 4, enable_prefix_caching=True)
+        cache = KVCache(kinds, {kind.name: num_blocks for kind in kinds}, 4, enable_prefix_caching=True)
         limits = StepLimits(8, max_tokens, 200)
-        self.scheduler = Scheduler(cache, limits, images=EncodePlanner(self.pool, max_patches))
+        planner = EncodePlanner(self.pool, max_patches, is_whole=is_whole)
+        self.scheduler = Scheduler(cache, limits, images=planner)
         self.builder = StepBuilder(
-            Capacity(("full",), 8, 50, 1000), StepImages(self.pool, lambda images: ({}, np.arange(sum_rows(images))))
+            Capacity(tuple(kind.name for kind in kinds), 8, 50, 1000),
+            StepImages(self.pool, lambda images: ({}, np.arange(sum_rows(images))), has_ends=is_whole),
         )
 
     def run(self) -> tuple[dict[str, int], int]:
@@ -124,3 +136,57 @@ def test_a_preempted_prompt_finds_its_images() -> None:
             steps.run()
     assert not steps.scheduler.has_work and steps.scheduler.stats.num_preemptions
     assert steps.pool.num_encoded == 2
+
+
+def test_a_chunk_ends_ahead_of_an_image_that_is_not_divided() -> None:
+    steps = Steps(num_rows=100, max_patches=400, max_tokens=10, is_whole=True)
+    steps.scheduler.add(ask("a", 3, picture(1, 8), 2, picture(2, 5), 1))
+    assert [steps.run() for _ in range(3)] == [({"a": 3}, 0), ({"a": 10}, 8), ({"a": 6}, 5)]
+
+
+def test_a_prefix_may_end_within_an_image_of_which_the_step_computes_the_rest() -> None:
+    steps, image = Steps(num_rows=100, max_patches=400, max_tokens=16, is_whole=True), picture(1, 9)
+    steps.scheduler.add(ask("a", 4, image, 1, max_tokens=1))
+    assert steps.run() == ({"a": 14}, 9)
+    steps.scheduler.add(ask("b", 4, image, 1, max_tokens=1))
+    plan = steps.scheduler.schedule()
+    step = steps.builder.build(plan)
+    ((_, start, num_tokens, *_),) = plan.rows
+    assert (start, num_tokens) == (12, 2), "blocks have 4 tokens"
+    assert np.frombuffer(step.image_ends, np.int32).tolist() == [12, -1]
+    steps.commit(plan)
+
+
+def test_an_image_that_is_not_divided_comes_before_decodes_that_leave_no_room() -> None:
+    steps = Steps(num_rows=100, max_patches=400, max_tokens=10, is_whole=True)
+    for id in "ab":
+        steps.scheduler.add(ask(id, 4, max_tokens=30))
+    assert steps.run()[0] == {"a": 4, "b": 4}
+    steps.scheduler.add(ask("c", picture(1, 9), 3, max_tokens=1))
+    assert steps.run() == ({"a": 1, "c": 9}, 9)
+    assert steps.run()[0] == {"a": 1, "b": 1, "c": 3}
+
+
+def test_an_image_that_is_not_divided_may_exceed_the_tokens_of_prompts() -> None:
+    steps = Steps(num_rows=100, max_patches=400, is_whole=True)
+    steps.scheduler.max_prompt_tokens = 4
+    steps.scheduler.add(ask("a", 6, picture(1, 9), 5, max_tokens=1))
+    assert [steps.run()[0]["a"] for _ in range(3)] == [6, 9, 4]
+
+
+def test_a_window_without_room_for_an_image_takes_that_of_later_prompts() -> None:
+    steps = Steps(100, 400, max_tokens=11, num_blocks=6, is_whole=True, kinds=(window_kind(4),))
+    steps.scheduler.add(ask("a", 3, picture(1, 11), max_tokens=1))
+    steps.scheduler.add(ask("b", 5, max_tokens=9))
+    assert steps.run() == ({"a": 3, "b": 5}, 0)
+    assert steps.run() == ({"a": 11}, 11), "of which 9 have room next to the other one"
+    assert steps.scheduler.stats.num_preemptions == 1
+    while steps.scheduler.has_work:
+        assert steps.run()[0]
+
+
+def test_an_image_for_which_no_window_has_room_is_refused() -> None:
+    steps = Steps(100, 400, max_tokens=40, num_blocks=9, is_whole=True, kinds=(window_kind(4),))
+    steps.scheduler.check(ask("a", 20, picture(1, 16), 9))
+    with pytest.raises(RequestError, match="more than the whole KV cache holds"):
+        steps.scheduler.check(ask("a", 20, picture(1, 36), 9))

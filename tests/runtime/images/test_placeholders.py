@@ -45,3 +45,5 @@ def test_an_image_that_no_step_encodes_or_no_pool_holds_is_refused() -> None:
         check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=2, max_patches=12)
     with pytest.raises(RequestError, match=r"has 12 patches, more than the 11 that a step encodes"):
         check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=3, max_patches=11)
+    with pytest.raises(RequestError, match="an image takes 3 tokens, which see each other, more than a step's 2"):
+        check_images([5, *IDS, 6], [PlacedImage(IMAGE, 1, 4)], max_rows=3, max_patches=12, max_tokens=2)

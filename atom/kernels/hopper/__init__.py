@@ -39,6 +39,7 @@ SCALED_COLUMNS = {
     **dict.fromkeys(("q4_k", "q5_k", "q6_k"), (256,)),
 }
 HEAD_DIMS = (64, 128, 256)
+TOWER_DIMS = range(64, 129, 8)  # of a head without a cache
 STATE_DIMS = (64, 128)  # of keys and values of a delta rule
 LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
 
@@ -75,6 +76,13 @@ def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -
     if (dim := int(q.shape[-1])) not in HEAD_DIMS:
         return f"heads have {dim} dims, not {', '.join(map(str, HEAD_DIMS))}"
     return _refuse_cache(q, types) or triton.accepts_attention(target, q, *types, **attributes)
+
+
+def accepts_segments(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+    """heads of 64 to 128 dims, a multiple of 8, in bf16"""
+    if (dim := int(q.shape[-1])) not in TOWER_DIMS:
+        return f"heads have {dim} dims, not a multiple of 8 from 64 to 128"
+    return _refuse_dtype(q) or triton.accepts_heads(target, q, *types, **attributes)
 
 
 def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
@@ -223,6 +231,12 @@ def _load_attention(context: LoadContext) -> object:
     return SimpleNamespace(paged_attention=paged, norm_rope_attention=roped)
 
 
+def _load_segments(_context: LoadContext) -> object:
+    from atom.kernels.hopper import segment_attention
+
+    return segment_attention
+
+
 def _load_latent(context: LoadContext) -> object:
     from atom.kernels.hopper.latent import PagedLatentAttention
 
@@ -273,6 +287,7 @@ KERNELS: tuple[Kernel, ...] = (
     *map(_gated_linear, (ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
     _kernel(ops.paged_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
+    _kernel(ops.segment_attention, _load_segments, accepts_segments),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),

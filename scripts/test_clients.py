@@ -24,7 +24,8 @@ import transformers  # noqa: E402
 
 from scripts.clients.agents import AGENTS, try_agent  # noqa: E402
 from scripts.clients.install import MissingError, install_npm, install_python  # noqa: E402
-from scripts.clients.sdks import AI_SDK, try_ai_sdk, try_python  # noqa: E402
+from scripts.clients.sdks import AI_SDK, SEEING, try_ai_sdk, try_python  # noqa: E402
+from scripts.clients.servers import save_seer  # noqa: E402
 from scripts.clients.verdict import Verdict, make_table  # noqa: E402
 from scripts.clients.versions import NPM, PYTHON  # noqa: E402
 
@@ -38,6 +39,7 @@ class Trial:
     def __init__(self, is_newest: bool, opened: contextlib.ExitStack) -> None:
         self._is_newest, self._opened = is_newest, opened
         self._talker: tuple[str, Path] | None = None
+        self._seer = ""
 
     def run(self, name: str) -> list[Verdict]:
         """What came of a client; a fault of the installation is one of it."""
@@ -63,11 +65,19 @@ class Trial:
 
     def _try_python(self, name: str) -> list[Verdict]:
         python = install_python(name, None if self._is_newest else PYTHON[name], FOLDER)
-        verdict = try_python(name, python, *self._serve_talker(), RECORDS)
+        seer = self._serve_seer() if name in SEEING else ""
+        verdict = try_python(name, python, *self._serve_talker(), RECORDS, seer)
         return [verdict, check_contracts(python, verdict.version)] if name == "vllm" else [verdict]
 
     def _pins(self, *packages: str) -> dict[str, str | None]:
         return {package: None if self._is_newest else NPM[package] for package in packages}
+
+    def _serve_seer(self) -> str:
+        """The URL of a server of a tiny model that reads images; started for the first client that needs it."""
+        if not self._seer:
+            folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory()))
+            self._seer = self._opened.enter_context(serving.started(save_seer(folder), folder)).url
+        return self._seer
 
     def _serve_talker(self) -> tuple[str, Path]:
         """The URL of a server of a tiny model, and its checkpoint; started for the first client that needs it."""

@@ -1,6 +1,6 @@
 """Try a Python client, in an environment that has it; what fails is raised.
 
-    python -P python_sdks.py NAME URL_OF_THE_MODEL CHECKPOINT URL_OF_THE_SCRIPT
+    python -P python_sdks.py NAME URL_OF_THE_MODEL CHECKPOINT URL_OF_THE_SCRIPT URL_OF_A_MODEL_THAT_SEES
 
 It prints the client's version. Each streams, calls a tool or gives an object. The model is tiny and its weights are
 random, so what is looked at is the form of its answers: grammars make objects of them, and `tool_choice` calls. The
@@ -10,12 +10,15 @@ script (scripted_engine.py) calls `add` once, and then says the sum.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
 import urllib.request
+import zlib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +41,7 @@ class Server(NamedTuple):
     url: str
     checkpoint: str  # its folder
     script: str  # the URL of another server, whose engine says prepared texts
+    seer: str  # of a server that reads images
 
 
 def add(a: int, b: int) -> str:
@@ -53,6 +57,23 @@ class Animal(BaseModel):
 
     kind: Literal["cat", "dog"]
     is_tame: bool
+
+
+IMAGE_SIZE, IMAGE_TOKENS = (40, 24), 15  # pixels of an image, of which 8 x 8 are a token
+
+
+def make_png(shade: int) -> str:
+    """A grey image, as base64."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    (width, height), rows = IMAGE_SIZE, bytearray()
+    for _ in range(height):
+        rows += bytes([0, *[shade] * width])
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    png = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + png).decode()
 
 
 def try_openai(server: Server) -> None:
@@ -73,6 +94,37 @@ def try_openai(server: Server) -> None:
     called = json.loads(items[-1].arguments)
     items.append({"type": "function_call_output", "call_id": items[-1].call_id, "output": add(**called)})
     assert client.responses.create(model=MODEL, input=items, tools=tools).output_text == ANSWER
+    try_openai_images(openai.OpenAI(base_url=f"{server.seer}/v1", api_key=KEY, max_retries=0))
+
+
+def try_openai_images(client: Any) -> None:
+    """Images count their tokens, in a chat and in a response, streamed or not; a result of a tool may be one."""
+    urls = [f"data:image/png;base64,{make_png(shade)}" for shade in (40, 200)]
+    texts: Any = [{"type": "text", "text": ASKED}]
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    counts = []
+    for content in (texts, [*texts, *parts]):
+        messages: Any = [{"role": "user", "content": content}]
+        asked = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+        made = client.chat.completions.create(**asked)
+        *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert (text, last.usage.prompt_tokens) == (made.choices[0].message.content, made.usage.prompt_tokens)
+        counts.append(made.usage.prompt_tokens)
+    assert counts[1] - counts[0] == len(urls) * IMAGE_TOKENS, counts
+    asked = {"model": MODEL, "max_output_tokens": 4, "temperature": 0}
+    texts, parts = [{"type": "input_text", "text": ASKED}], [{"type": "input_image", "image_url": url} for url in urls]  # type: ignore
+    call: Any = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"}
+    counts = []
+    for shown in ([], parts):
+        items = [{"role": "user", "content": [*texts, *shown]}, call]
+        items += [{"type": "function_call_output", "call_id": "call_1", "output": [*texts, *shown]}]
+        counts.append(client.responses.create(**asked, input=items).usage.input_tokens)
+        assert client.responses.input_tokens.count(model=MODEL, input=items).input_tokens == counts[-1]
+        with client.responses.stream(**asked, input=items) as stream:
+            *_, last = stream
+        assert last.response.usage.input_tokens == counts[-1], last.type
+    assert counts[1] - counts[0] == 2 * len(urls) * IMAGE_TOKENS, counts
 
 
 def try_anthropic(server: Server) -> None:
@@ -99,6 +151,30 @@ def try_anthropic(server: Server) -> None:
     ended = client.beta.messages.tool_runner(model=MODEL, max_tokens=99, messages=messages, tools=tools).until_done()
     assert ended.content[-1].text == ANSWER, ended.content
     try_claude_session(server)
+    try_anthropic_images(anthropic.Anthropic(base_url=server.seer, api_key=KEY, max_retries=0))
+
+
+def try_anthropic_images(client: Any) -> None:
+    """Images count their tokens, in a message of the user and in a tool's result."""
+    images = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": make_png(shade)}}
+              for shade in (40, 200)]  # fmt: skip
+    text: Any = {"type": "text", "text": ASKED}
+    counts = []
+    for shown in ([], images):
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [text, *shown]}
+        messages = [
+            {"role": "user", "content": [*shown, text]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}]},
+            {"role": "user", "content": [result]},
+        ]
+        counts.append(client.messages.count_tokens(model=MODEL, messages=messages).input_tokens)
+        made = client.messages.create(model=MODEL, max_tokens=4, messages=messages)
+        with client.messages.stream(model=MODEL, max_tokens=4, messages=messages) as stream:
+            streamed = stream.get_final_message()
+        for usage in (made.usage, streamed.usage):
+            cached = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+            assert usage.input_tokens + sum(cached) == counts[-1], usage
+    assert counts[1] - counts[0] == 2 * len(images) * IMAGE_TOKENS, counts
 
 
 def try_claude_session(server: Server) -> None:

@@ -18,16 +18,34 @@ AI_SDK = ("@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "@
 CALL = '<think>\nI add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TURNS = [CALL, "It is 5."]
 LIBRARY = "streams, tools, objects, loop"
-TRIED = {"guidellm": "synchronous requests", "vllm": "vllm bench serve", "cohere": "rerank", "dify-plugin": "rerank"}
+SEEING = ("openai", "anthropic")  # those that are tried with images
+TRIED = {
+    **dict.fromkeys(SEEING, f"{LIBRARY}, images"),
+    "guidellm": "synchronous requests",
+    "vllm": "vllm bench serve",
+    "cohere": "rerank",
+    "dify-plugin": "rerank",
+}
 
 
-def try_python(name: str, python: Path, url: str, checkpoint: Path, records: Path) -> Verdict:
-    """Run python_sdks.py for a client. python: of its environment. records: gets its requests and answers."""
+def try_python(name: str, python: Path, url: str, checkpoint: Path, records: Path, seer: str = "") -> Verdict:
+    """Run python_sdks.py for a client.
+
+    python: of its environment
+    records: gets its requests and answers
+    seer: the URL of a server that reads images; empty: none are sent
+    """
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
-    with tempfile.TemporaryDirectory() as folder, record(url) as recorder, record_loop() as loop:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        record(url) as recorder,
+        record_loop() as loop,
+        record(seer) as images,
+    ):
         program = [str(python), "-P", str(HERE / "python_sdks.py"), name]
-        ended = run_client([*program, recorder.url, str(checkpoint), loop.url], Path(folder), environment)
+        ended = run_client([*program, recorder.url, str(checkpoint), loop.url, images.url], Path(folder), environment)
     version = ended.out.partition("\n")[0] or "unknown"
+    recorder.exchanges += images.exchanges
     fault = close(recorder, loop, records / f"{name}.jsonl") or ended.fault
     return Verdict(name, version, TRIED.get(name, LIBRARY), fault)
 

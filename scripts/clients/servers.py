@@ -1,8 +1,9 @@
-"""Servers for the clients: one of a tiny model, one that says prepared texts."""
+"""Servers for the clients: of tiny models, of which one reads images, and one that says prepared texts."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import serving
+import vision
 
 from scripts.clients.scripted_engine import RESULT, TOOLS
 
@@ -28,6 +30,32 @@ TEMPLATE = """\
 {%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}""".replace("TOOLS", TOOLS).replace("RESULT", RESULT)
+
+IMAGE_TOKEN = "<|endoftext|>"  # which stands for an image
+SEER_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{% if part.type == "image" %}IMAGE{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""".replace("IMAGE", IMAGE_TOKEN)
+
+
+def save_seer(folder: Path) -> Path:
+    """The checkpoint of a tiny model with a tower, and the talker's tokens."""
+    talker = serving.save_talker(folder / "talker")
+    seer = folder / "seer"
+    vision.save("Qwen3VL", seer, vocab_size=264, eos_token_id=257, max_position_embeddings=8192)
+    token = 256 + serving.SPECIAL.index(IMAGE_TOKEN)
+    for name, changes in {
+        "tokenizer_config.json": {"chat_template": SEER_TEMPLATE},
+        "config.json": {"image_token_id": token},
+        "preprocessor_config.json": {"min_pixels": 64, "max_pixels": 4096},
+    }.items():
+        own = seer / name if (seer / name).exists() else talker / name
+        (seer / name).write_text(json.dumps(json.loads(own.read_text()) | changes))
+    shutil.copy(talker / "tokenizer.json", seer)
+    return seer
 
 
 def save_scripted(folder: Path) -> Path:

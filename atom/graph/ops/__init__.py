@@ -97,6 +97,7 @@ from atom.graph.ops.vision import (
     interpolate_table,
     normalize_pixels,
     place_rows,
+    resample_table,
     rotary_sections,
     segment_attention,
 )
@@ -113,8 +114,8 @@ __all__ = [
     "linear_by_head", "local_tokens", "lora", "mask_rows", "match_rms", "merge_heads", "mix_streams", "mla_attention",
     "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent",
     "normalize_pixels", "pad", "paged_attention", "paged_mla_attention", "pair_adapters", "place_rows", "plain_experts",
-    "receive", "recurrent", "reduce_scatter", "rms_norm", "rope", "rotary", "rotary_sections", "router", "row_shape",
-    "run_batch", "scale", "scale_by_expert", "scale_by_rms", "segment_attention", "selective_scan", "send", "softcap",
-    "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "sum_moments", "sum_squares", "time_step",
-    "weigh_inputs", "xielu",
+    "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",
+    "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
+    "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "sum_moments",
+    "sum_squares", "time_step", "weigh_inputs", "xielu",
 ]  # fmt: skip

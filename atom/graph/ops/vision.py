@@ -121,6 +121,31 @@ def cubic_far(distance: Tensor) -> Tensor:
     return ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
 
 
+def _resample_table(table: Type, places: Type, *, side: int) -> Type:
+    return _interpolate_table(table, places, side=side)
+
+
+@op(_resample_table)
+def resample_table(table: Tensor, places: Tensor, *, side: int) -> Tensor:
+    """table [side * side, H], places i64[P, 4] -> [P, H], in float32, rounded once
+
+    Bilinear; the edges of the table are those of a segment, and of a segment with fewer patches than the table has
+    entries, each is an average over as many as it takes the place of (as torch's interpolate with antialias=True).
+    """
+    rows, columns = (triangle_shares(places[:, axis].float(), places[:, axis + 2].float(), side) for axis in (0, 1))
+    shares = (rows.unsqueeze(2) * columns.unsqueeze(1)).flatten(1)
+    return (shares @ table.float()).to(table.dtype)
+
+
+def triangle_shares(position: Tensor, size: Tensor, side: int) -> Tensor:
+    """The share [P, side] of each entry of one axis of a table in each patch."""
+    step = (side / size).unsqueeze(1)  # entries from one patch to the next
+    center = (position.unsqueeze(1) + 0.5) * step - 0.5
+    entries = torch.arange(side, device=position.device)
+    shares = (1 - (entries - center).abs() / step.clamp(min=1)).clamp(min=0)
+    return shares / shares.sum(1, keepdim=True)
+
+
 def _rotary_sections(
     positions: Type, freqs: Type, *, sections: Sequence[int], interleaved: bool = False, scale: float = 1.0,
     axes: Sequence[int] | None = None,

@@ -50,6 +50,16 @@ def test_a_table_is_interpolated_to_each_segment(mode: str, aligned: bool):
     assert torch.allclose(checked(ops.interpolate_table, table, places, side=4, mode=mode), expected, atol=1e-6)
 
 
+def test_a_table_is_resampled_to_each_segment():
+    torch.manual_seed(0)
+    table, grids = torch.randn(36, 5), ((1, 1), (6, 6), (3, 11), (9, 2), (4, 5))
+    places = torch.tensor([[y, x, h, w] for h, w in grids for y in range(h) for x in range(w)])
+    image = table.view(1, 6, 6, 5).permute(0, 3, 1, 2)
+    scaled = (F.interpolate(image, grid, mode="bilinear", antialias=True) for grid in grids)
+    expected = torch.cat([each[0].flatten(1).t() for each in scaled])
+    assert torch.allclose(checked(ops.resample_table, table, places, side=6), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("interleaved", "axes"), [(False, [0, 0, 0, 1, 1, 2, 2]), (True, [0, 1, 2, 0, 1, 2, 0])], ids=["apart", "in turns"]
 )

@@ -41,6 +41,7 @@ NO_TEXT = re.compile(
     r"|vision_embed_tokens(?!\.wte)|high_res_vision_\w+|generation_(?:aligner|embeddings|head)|vqmodel|talker|token2wav|code2wav)(\.|$)"
 )
 TEXT = re.compile(r"^(?:thinker\.|language_model\.(?=lm_head|model\.|backbone\.)|(model\.)(?:language|text)_model\.)")
+INNER = re.compile(r"(?<=^vision_tower\.)vision_model\.")  # a module within a tower, which newer files leave out
 POOLING = {  # sentence-transformers' names
     "pooling_mode_lasttoken": "LAST",
     "pooling_mode_mean_tokens": "MEAN",
@@ -203,7 +204,7 @@ def tower_name(name: str, towers: Collection[str]) -> str | None:
     found = NO_TEXT.match(name)
     if found is None or found[2] not in towers:
         return None
-    return name[found.start(2) :]
+    return INNER.sub("", name[found.start(2) :])
 
 
 def text_name(name: str) -> str | None:

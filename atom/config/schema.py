@@ -461,10 +461,12 @@ class MergerConfig:
     """How the hidden states of a tower's patches become rows for the body."""
 
     side: int = number(1, 1, 64)  # of the square of patches that become one row
+    pool: str = one_of("join", "mean")  # a square's patches side by side, or their mean
     norm: str = one_of("patch", "row", "none")  # ahead of the linears: of each patch, of the joined ones, or none
+    norm_kind: str = one_of("tower", "rms_offset")  # of that norm; rms_offset: rms, by 1 and the stored weight
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
     fold_linear: bool = False  # joined ones pass a linear to the size of one, stored channel by channel
-    mlp: str = one_of("plain", "linear")  # what makes the row: up, activation, down; linear: down only
+    mlp: str = one_of("plain", "linear", "matrix")  # up, activation, down; linear: down; matrix: so too, as [in, out]
     width: int | None = number(None, 1, INT32)  # between up and down; null: as joined
     bias: bool = True  # on these
     activation: str = one_of("gelu", "gelu_tanh", "silu")  # between them
@@ -485,10 +487,12 @@ class VisionConfig:
     max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
     resample: str = one_of("bicubic", "bilinear", "lanczos")  # by Pillow's names
     token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
+    row_token: int | None = number(None, 0, INT32)  # id of what stands for a row where all are written; null: token
     tiles: TilesConfig = field(default_factory=TilesConfig)
     text: ImageTextConfig = field(default_factory=ImageTextConfig)
     patch_bias: bool = True  # on the linear that embeds a patch
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
+    final_norm: bool = False  # patches are normed after the layers, besides the norm of the merger
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
     layers: int = number(0, 0, MAX_LAYERS)  # of the tower

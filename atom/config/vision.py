@@ -131,6 +131,7 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
+        "do_pan_and_scan": False,
         "rescale_factor": 1 / 255,
         "resample": RESAMPLE[vision.resample],
         "patch_size": vision.patch,

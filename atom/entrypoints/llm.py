@@ -281,7 +281,7 @@ class LLM:
             prompt_logprobs = [None if each is None else self._spell(each) for each in first.prompt_logprobs]
         outputs = [self._describe_answer(each) for each in sequences]
         vision = self.llm_engine.config.model.vision
-        tokens = first.prompt if vision is None else show_placeholders(first.prompt, vision.token)
+        tokens = first.prompt if vision is None else show_placeholders(first.prompt, vision.row_token or vision.token)
         return RequestOutput(
             first.request_id, text, tokens, prompt_logprobs, outputs, num_cached_tokens=first.num_cached
         )

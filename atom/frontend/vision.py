@@ -28,7 +28,7 @@ from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import VISION, Cat, Program, Slice, Type, ops
+from atom.graph import VISION, Cat, Program, Slice, Transpose, Type, W, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
 
@@ -55,6 +55,8 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
         if layer in vision.deepstack:
             index = vision.deepstack.index(layer)
             parts.append(merge(writer, vision, x, "deepstack", index))
+    if vision.final_norm:
+        x = writer.norm(x, "final_norm", name="x")
     rows = [merge(writer, vision, x, "merge"), *parts]
     program.output(rows[0] if len(rows) == 1 else writer.call(ops.join, *rows, name="rows"))
 
@@ -117,7 +119,7 @@ def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
 
 
 def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int | None = None) -> Node:
-    """x [P, H] -> [M, rows of the body]: neighbours are joined, and pass linears
+    """x [P, H] -> [M, rows of the body]: neighbours are joined, or their mean is taken, and pass linears
 
     role: merge, or deepstack, whose norm is always of the joined ones
     """
@@ -125,13 +127,17 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
     num = merger.side**2
 
     def folded(x: Node) -> Node:
-        made: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
+        pool = ops.mean_rows if merger.pool == "mean" and role == "merge" else ops.fold_rows
+        made: Node = writer.call(pool, x, rows=num, name="h")
         return made
 
     norm = "row" if role == "deepstack" else merger.norm
 
     def normed(x: Node) -> Node:
-        return writer.norm(x, f"{role}_norm", index, eps=merger.norm_eps)
+        own = writer
+        if merger.norm_kind == "rms_offset":
+            own = replace(writer, model=replace(writer.model, norm=NormConfig(eps=vision.eps, offset=1.0)))
+        return own.norm(x, f"{role}_norm", index, eps=merger.norm_eps)
 
     h = folded(normed(x) if norm == "patch" else x)
     h = normed(h) if norm == "row" else h
@@ -142,4 +148,9 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
     if merger.mlp == "plain":
         h = writer.linear(h, f"{role}_up", merger.width or num * vision.hidden, merger.bias, index)
         h = writer.call(ops.activate, h, kind=merger.activation, name="active")
+    if merger.mlp == "matrix":
+        stored = W(
+            writer.name(f"{role}_down", index), Type(writer.dtype, (h.meta["type"].shape[1], required(vision.out)))
+        )
+        return writer.multiply(h, Transpose(stored), role=f"{role}_down", layer=index, name="rows")
     return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)

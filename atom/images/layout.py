@@ -1,6 +1,7 @@
 """Lay out an image in a prompt: placeholders and the text around them.
 
     ids = lay_out(image, vision.text, encode)       # [<img>, -17, -18, …, </img>]
+    join([5, 107], [108, 7], encode, decode)        # [5, 109, 7], where 107 to 109 are one to three newlines
 
 The text is data of the model file (`ImageTextConfig`); text that follows other text is encoded together with it, as in
 the prompts that transformers' processors write.
@@ -9,7 +10,7 @@ the prompts that transformers' processors write.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from atom.config import ImageTextConfig
 from atom.images.types import Image, placeholders_of
@@ -48,3 +49,26 @@ def texts_around(image: Image, text: ImageTextConfig) -> list[str]:
         texts.append("")
     texts[-1] += text.end
     return texts
+
+
+def join(before: list[int], after: Sequence[int], encode: Encode, decode: Callable[[list[int]], str]) -> list[int]:
+    """The ids of texts next to each other; if they meet in a run of one white space, its ids are those of all of it.
+
+    So a tokenizer that has tokens for several newlines gives what it gives for the whole text.
+    """
+
+    def run_of(ids: Iterable[int]) -> tuple[set[str], int]:
+        kind, count = set[str](), 0
+        for each in ids:
+            letters = set(decode([each])) if each >= 0 else set[str]()
+            if len(letters) != 1 or not letters <= {*" \t\n"} or (kind and letters != kind):
+                break
+            kind, count = letters, count + 1
+        return kind, count
+
+    (kind, num_before), (other, num_after) = run_of(reversed(before)), run_of(after)
+    if not kind or kind != other:
+        return [*before, *after]
+    first = len(before) - num_before
+    run = decode(before[first:]) + decode(list(after[:num_after]))
+    return [*before[:first], *encode(run), *after[num_after:]]

@@ -36,6 +36,12 @@ class Processor(NamedTuple):
     resample: str = "bicubic"  # by Pillow's names
     max_edge: int | None = None  # to which a longer side is reduced, and none is enlarged; None: by pixels only
     tiles: TilesConfig = TilesConfig()  # that an image is cut into
+    own_row_token: int | None = None  # id of the token that stands for a row in a prompt; None: token
+
+    @property
+    def row_token(self) -> int:
+        """The id of the token that stands for each row of an image."""
+        return self.token if self.own_row_token is None else self.own_row_token
 
     @property
     def side(self) -> int:
@@ -48,7 +54,7 @@ def processor_of(vision: VisionConfig) -> Processor:
     if vision.token is None:
         raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
     numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
-    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, vision.tiles)
+    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, vision.tiles, vision.row_token)
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:

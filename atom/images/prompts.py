@@ -18,7 +18,13 @@ def show_placeholders(tokens: Sequence[int], token: int | None) -> list[int]:
 
 
 def place_images(
-    tokens: Sequence[int], images: Sequence[Image], token: int, expand: Callable[[Image], list[int]] = placeholders_of
+    tokens: Sequence[int],
+    images: Sequence[Image],
+    token: int,
+    expand: Callable[[Image], list[int]] = placeholders_of,
+    *,
+    row_token: int | None = None,
+    join: Callable[[list[int], Sequence[int]], list[int]] = lambda before, after: [*before, *after],
 ) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """A prompt's tokens with placeholders for each image in place of one image token, in order.
 
@@ -27,8 +33,13 @@ def place_images(
 
     token: the id of the image token
     expand: gives the ids that an image takes, as of `layout.py`
+    row_token: the id that processors write for each row; None: token
+    join: joins an image's ids, and what comes after, to the prompt before them
     """
-    count, num_rows = sum(each == token for each in tokens), sum(image.num_rows for image in images)
+    num_rows = sum(image.num_rows for image in images)
+    if row_token not in (None, token) and sum(each == row_token for each in tokens) == num_rows > 0:
+        token, expand = row_token, placeholders_of  # the text around them is there
+    count = sum(each == token for each in tokens)
     if count not in (len(images), num_rows):
         raise RequestError(
             f"the prompt has {count} image tokens (id {token}) and {len(images)} images; give one for each"
@@ -43,9 +54,10 @@ def place_images(
         is_expanded = count == num_rows and list(tokens[start:stop]) == show_placeholders(ids, token)
         if not is_expanded and count != len(images):
             raise RequestError(f"image {len(placed)} takes {len(ids)} tokens; the prompt has others for it")
-        start, stop = (start, stop) if is_expanded else (first, first + 1)
-        made += tokens[at:start]
-        placed.append(PlacedImage(image, len(made), len(made) + len(ids)))
-        made += ids
+        if is_expanded:
+            made = [*made, *tokens[at:start], *ids]
+        else:
+            made, stop = join(join(made, tokens[at:first]), ids), first + 1
+        placed.append(PlacedImage(image, max(len(made) - len(ids), placed[-1].stop if placed else 0), len(made)))
         at = stop
-    return [*made, *tokens[at:]], tuple(placed)
+    return join(made, tokens[at:]), tuple(placed)

@@ -24,7 +24,7 @@ from atom.config import Config
 from atom.errors import RequestError
 from atom.images.decode import Decoder
 from atom.images.decode_process import as_rgb
-from atom.images.layout import lay_out
+from atom.images.layout import join, lay_out
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
 from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
@@ -78,14 +78,19 @@ class ImageReader:
 
         tokenizer: the checkpoint's, None without one. RequestError if images need a token that it has not
         """
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=False) if tokenizer is not None else ""
+
         assert self._vision is not None, "the model reads images"
         encode = functools.partial(encode_around, tokenizer=tokenizer)
         expand = functools.partial(lay_out, text=self._vision.text, encode=encode)
-        return place_images(tokens, images, self.processor.token, expand)
+        joined, processor = functools.partial(join, encode=encode, decode=decode), self.processor
+        return place_images(tokens, images, processor.token, expand, row_token=processor.row_token, join=joined)
 
     def show(self, tokens: Sequence[int]) -> list[int]:
         """A prompt's tokens with the image token in place of each placeholder."""
-        return show_placeholders(tokens, self.processor.token)
+        return show_placeholders(tokens, self.processor.row_token)
 
     def close(self) -> None:
         """End the process that decodes."""

@@ -70,6 +70,16 @@ def fold_rows(x: Tensor, *, rows: int) -> Tensor:
     return x.reshape(-1, rows * x.shape[1])
 
 
+def _mean_rows(x: Type, *, rows: int) -> Type:
+    return Type(x.dtype, (divide_rows(x.shape[0], rows), *x.shape[1:]))
+
+
+@op(_mean_rows)
+def mean_rows(x: Tensor, *, rows: int) -> Tensor:
+    """x [rows * M, H] -> [M, H]: the mean of so many neighbours, in float32, rounded once"""
+    return x.view(-1, rows, x.shape[1]).float().mean(1).to(x.dtype)
+
+
 def _interpolate_table(table: Type, places: Type, *, side: int, mode: str = "bilinear") -> Type:
     need(table.shape[0] == side**2, f"a table of {side} by {side} rows, not {table}")
     need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")

@@ -51,7 +51,7 @@ class StepImages:
                     offsets = row_offsets(sequence.prompt[begin:end], image)
                     (places,) = (offsets >= 0).nonzero()
                     image_rows[first + begin - start + places] = self._rows_of(image)[offsets[places]]
-                    ends[first + begin - start + places] = end - 1
+                    ends[first + begin - start + places] = begin + places.max(initial=0)
             if sequence.rope_positions is not None:
                 tokens = np.arange(first, first + stop - start, dtype=np.int32)
                 rope.append(np.vstack([tokens, sequence.rope_positions[:, start:stop]]))

@@ -94,6 +94,7 @@ def test_neighbours_become_one_row_of_a_text():
     folded = program.call(ops.fold_rows, program.inputs[0], rows=4)
     assert folded.meta["type"] == Type("u8", ("M", 24)) and show(parse(text)) == text
     assert checked(ops.fold_rows, torch.arange(8).view(4, 2), rows=2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert checked(ops.mean_rows, torch.arange(8.0).view(4, 2), rows=2).tolist() == [[1, 2], [5, 6]]
 
 
 def test_a_part_beyond_the_encoded_rows_is_refused():

@@ -112,10 +112,10 @@ model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
 model.streams: kind num
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm
-model.vision: model_types max_edge patch_norm rope_alternates assumes
+model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode qk_norm
 model.vision.tiles: fit side edge min max
 model.vision.text: start tile tile_line thumbnail whole line end
-model.vision.merger: side pool norm norm_kind norm_eps fold_linear mlp width bias activation
+model.vision.merger: side pool norm norm_kind norm_eps fold fold_bias mlp width bias activation
 model.sections.0: layers loops name norm adds_input own_state
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
@@ -345,7 +345,7 @@ def test_the_groups_jobs_and_commands():
         },
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
-        "vision": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3", "idefics3", "gemma3"},
+        "vision": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3", "idefics3", "gemma3", "glm4v", "glm_ocr", "moonvit"},
         "parallel": set(
             [
                 "tp1",

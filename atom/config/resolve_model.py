@@ -134,12 +134,7 @@ def check_model(config: Config) -> None:
         raise ConfigError(
             f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
         )
-    for key, value in model.assumes.items():
-        if (found := find_value(config.hf, key)) not in (None, value):
-            known = f"(supported: {spelled(value)})"
-            raise UnsupportedError(
-                f"{config.checkpoint}: {key}={spelled(found)} in its config.json is not supported {known}"
-            )
+    check_assumed(config, model.assumes)
     if model.layers * max((mlp.experts or 0 for mlp in model.mlps), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
     if model.mtp_like is not None and model.mtp_like >= model.layers:
@@ -169,6 +164,16 @@ def check_loops(model: ModelConfig) -> None:
             what = "adds_input=true" if section.adds_input else "norm=before"
             at = f"model.sections.{index}.own_state=true"
             raise UnsupportedError(f"{at}: its loops read that state and the section's input; leave {what} out")
+
+
+def check_assumed(config: Config, assumed: Mapping[str, Any]) -> None:
+    """Check that config.json has these values, or none."""
+    for key, value in assumed.items():
+        if (found := find_value(config.hf, key)) not in (None, value):
+            known = f"(supported: {spelled(value)})"
+            raise UnsupportedError(
+                f"{config.checkpoint}: {key}={spelled(found)} in its config.json is not supported {known}"
+            )
 
 
 def find_value(hf: Mapping[str, Any], key: str) -> Any:

@@ -465,11 +465,12 @@ class MergerConfig:
     norm: str = one_of("patch", "row", "none")  # ahead of the linears: of each patch, of the joined ones, or none
     norm_kind: str = one_of("tower", "rms_offset")  # of that norm; rms_offset: rms, by 1 and the stored weight
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
-    fold_linear: bool = False  # joined ones pass a linear to the size of one, stored channel by channel
-    mlp: str = one_of("plain", "linear", "matrix")  # up, activation, down; linear: down; matrix: so too, as [in, out]
-    width: int | None = number(None, 1, INT32)  # between up and down; null: as joined
-    bias: bool = True  # on these
-    activation: str = one_of("gelu", "gelu_tanh", "silu")  # between them
+    fold: str = one_of("none", "patch", "row")  # by a linear, channel by channel, to the size of a patch or a row
+    fold_bias: bool = False  # on that linear
+    mlp: str = one_of("plain", "gated", "linear", "matrix")  # gated: of a normed linear; linear: down; matrix: so, too
+    width: int | None = number(None, 1, INT32)  # of the mlp; null: as joined
+    bias: bool = True  # on its linears
+    activation: str = one_of("gelu", "gelu_tanh", "silu")  # of the mlp
 
 
 @dataclass
@@ -484,7 +485,9 @@ class VisionConfig:
     std: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, that they are then divided by
     min_pixels: int = number(65536, 1, INT32)  # of an image, which is enlarged to them
     max_pixels: int = number(16777216, 1, INT32)  # to which a larger image is reduced
+    min_edge: int | None = number(None, 1, INT32)  # to which a shorter side is enlarged first; null: no such rule
     max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
+    pad: bool = False  # black at the right and below fills them up to whole rows; false: they are stretched
     resample: str = one_of("bicubic", "bilinear", "lanczos")  # by Pillow's names
     token: int | None = number(None, 0, INT32)  # id of what stands for an image in a prompt; null: it takes none
     row_token: int | None = number(None, 0, INT32)  # id of what stands for a row where all are written; null: token
@@ -494,6 +497,7 @@ class VisionConfig:
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
     final_norm: bool = False  # patches are normed after the layers, besides the norm of the merger
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
+    table_mode: str = one_of("bilinear", "bicubic")  # bilinear: corners are those of an image; bicubic: edges are
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
     layers: int = number(0, 0, MAX_LAYERS)  # of the tower
     layer_types: list[str] | None = None  # full_attention: to the image, sliding_attention: to a window; null: all full
@@ -504,7 +508,8 @@ class VisionConfig:
     bias: bool = True  # on q, k and v
     o_bias: bool = True  # on o
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
-    rope_alternates: bool = False  # rows have every second frequency, columns those between; false: both the former
+    rope_order: str = one_of("halves", "alternating", "interleaved")  # of pairs of dims, see `write_vision`
+    qk_norm: str = one_of("none", "per_head")  # ahead of the rope
     mlp: str = one_of("plain", "gated")  # plain: up, activation, down; gated: down of the gate's activation times up
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp
@@ -514,7 +519,7 @@ class VisionConfig:
     deepstack: list[int] = field(default_factory=list)  # layers whose outputs become parts of a row, too
     bidirectional: list[str] = field(default_factory=list)  # types of the body's layers where an image's tokens see all
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
-    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, besides null
+    assumes: dict[str, Any] = field(default_factory=dict)  # as model.assumes
 
     @property
     def patch_size(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+from atom.config.resolve_model import check_assumed
 from atom.config.schema import AttentionConfig, Config, ModelConfig, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
@@ -69,9 +70,9 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.layer_types names only {len(vision.layer_types)} layers, it has {vision.layers}")
     if ("sliding_attention" in (vision.layer_types or ())) != (vision.window is not None):
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
-    for key, value in vision.assumes.items():
-        if (found := config.hf.get(key)) not in (None, value):
-            raise UnsupportedError(f"{config.checkpoint}: {key}={found} is not supported (supported: {value})")
+    if vision.pad and vision.max_edge is None:
+        raise ConfigError(f"{at}.pad=true is of images whose sides are reduced to {at}.max_edge; set that, too")
+    check_assumed(config, vision.assumes)
     check_bidirectional(config.model, vision)
     check_sections(config)
     check_tiles(config, vision)
@@ -144,9 +145,10 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         if (found := stored.get(key)) not in (None, value, {"height": value, "width": value}):
             at = f"{config.checkpoint}: {key}={found} of its image processor"
             raise UnsupportedError(f"{at} is not supported (supported: {value})")
-    if vision.max_edge is not None and "longest_edge" not in (size := stored.get("size") or {"longest_edge": 0}):
+    edge = "max_height" if vision.pad else "longest_edge"
+    if vision.max_edge is not None and edge not in (size := stored.get("size") or {edge: 0}):
         at = f"{config.checkpoint}: size={size} of its image processor"
-        raise UnsupportedError(f"{at} is not supported (supported: longest_edge)")
+        raise UnsupportedError(f"{at} is not supported (supported: {edge})")
 
 
 def tower_modules(vision: VisionConfig | None) -> frozenset[str]:

@@ -64,7 +64,9 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
 def tower_of(vision: VisionConfig) -> ModelConfig:
     """A model that has the tower's layers, and no embedding, head or cache."""
     heads, dim, theta = vision.heads, vision.hidden // vision.heads, vision.rope_theta
-    rope = RopeConfig(kind="none", dims=dim) if theta is None else RopeConfig(theta=theta, dims=dim)
+    rope = RopeConfig(kind="none", dims=dim)
+    if theta is not None:
+        rope = RopeConfig(theta=theta, dims=dim, interleaved=vision.rope_order == "interleaved")
     return ModelConfig(
         name=VISION,
         hidden=vision.hidden,
@@ -77,6 +79,7 @@ def tower_of(vision: VisionConfig) -> ModelConfig:
             head_dim=dim,
             bias=vision.bias,
             o_bias=vision.o_bias,
+            qk_norm=vision.qk_norm,
             scale=dim**-0.5,
             rope=rope,
         ),
@@ -96,24 +99,34 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     if (side := vision.table_side) is None:
         return x
     table = writer.weight("positions", (side**2, vision.hidden))
-    learned = writer.call(ops.interpolate_table, table, places, side=side, name="p")
+    mode = {} if vision.table_mode == "bilinear" else {"mode": vision.table_mode}
+    learned = writer.call(ops.interpolate_table, table, places, side=side, **mode, name="p")
     total: Node = writer.call(ops.add, x, learned, name="x")
     return total
 
 
 def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
-    """Half of the pairs of dims turn by the row, half by the column."""
+    """Half of the pairs of dims turn by the row, half by the column.
+
+    halves: one half after the other, by the same frequencies (Qwen2-VL)
+    alternating: so too, but rows have every second frequency, and columns those between (Pixtral)
+    interleaved: column and row take turns, by the same frequencies, and the dims of a pair are neighbours (MoonViT)
+    """
     rope = writer.model.attention.rope
     pairs = required(rope.dims) // 4
     dims = pairs * 2
     half = replace(rope, dims=dims)
     freqs = rope_freqs(half)
-    if not vision.rope_alternates:
+    if vision.rope_order == "interleaved":
+        turns = {"sections": [pairs, pairs], "interleaved": True, "axes": [1, 0]}
+        pair = writer.call(ops.rotary_sections, places, freqs, **turns, name=("cos", "sin"))
+        return Rotary(pair, pair, rope.interleaved)
+    if vision.rope_order == "halves":
         pair = writer.call(ops.rotary_sections, places, freqs, sections=[pairs, pairs], name=("cos", "sin"))
         return Rotary(pair, pair, rope.interleaved)
     between = rope_freqs(replace(half, kind="linear", factor=rope.theta ** (1 / dims)))
     by_row = writer.call(ops.rotary_sections, places, freqs, sections=[pairs], name=("cos", "sin"))
-    by_column = writer.call(ops.rotary_sections, places, between, sections=[0, pairs], name=("cos", "sin"))
+    by_column = writer.call(ops.rotary_sections, places, between, sections=[pairs], axes=[1], name=("cos", "sin"))
     pair = tuple(writer.call(ops.join, *both, name=both[0].name) for both in zip(by_row, by_column, strict=True))
     return Rotary(pair, pair, rope.interleaved)
 
@@ -141,12 +154,17 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
 
     h = folded(normed(x) if norm == "patch" else x)
     h = normed(h) if norm == "row" else h
-    if merger.fold_linear:
-        stored = writer.matrix(f"{role}_in", (vision.hidden, num * vision.hidden))
-        by_patch = Cat(tuple(Slice(stored, patch, num * vision.hidden, 1, num) for patch in range(num)), 1)
-        h = writer.multiply(h, by_patch, role=f"{role}_in", layer=index)
-    if merger.mlp == "plain":
-        h = writer.linear(h, f"{role}_up", merger.width or num * vision.hidden, merger.bias, index)
+    if merger.fold != "none":
+        rows, columns = vision.hidden if merger.fold == "patch" else required(vision.out), num * vision.hidden
+        stored = writer.matrix(f"{role}_in", (rows, columns), index)
+        by_patch = Cat(tuple(Slice(stored, patch, columns, 1, num) for patch in range(num)), 1)
+        bias = [writer.weight(f"{role}_in", (rows,), index, "bias")] if merger.fold_bias else []
+        h = writer.multiply(h, by_patch, *bias, role=f"{role}_in", layer=index)
+    width = merger.width or num * vision.hidden
+    if merger.mlp == "gated":
+        h = gate_rows(writer, vision, h, role, width, index)
+    elif merger.mlp == "plain":
+        h = writer.linear(h, f"{role}_up", width, merger.bias, index)
         h = writer.call(ops.activate, h, kind=merger.activation, name="active")
     if merger.mlp == "matrix":
         stored = W(
@@ -154,3 +172,15 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
         )
         return writer.multiply(h, Transpose(stored), role=f"{role}_down", layer=index, name="rows")
     return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)
+
+
+def gate_rows(writer: Writer, vision: VisionConfig, h: Node, role: str, width: int, index: int | None) -> Node:
+    """h [M, I] -> [M, width]: act(gate) * up of gelu(norm(linear)), as GLM-4.1V has it"""
+    merger, model = vision.merger, replace(writer.model, norm=NormConfig(kind="layer", eps=1e-5, bias=True))
+    h = writer.linear(h, f"{role}_proj", required(vision.out), merger.bias, index)
+    h = replace(writer, model=model).norm(h, f"{role}_proj_norm", index)
+    h = writer.call(ops.activate, h, kind="gelu", name="h")
+    gate, up = writer.linears(h, {f"{role}_gate": width, f"{role}_up": width}, merger.bias, index)
+    active = writer.call(ops.activate, gate, kind=merger.activation, name="active")
+    m: Node = writer.call(ops.mul, active, up, name="m")
+    return m

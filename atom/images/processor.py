@@ -3,8 +3,9 @@
     processor = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=151655)
     image = prepare(pixels, processor)          # pixels u8[height, width, 3]
 
-Sizes and patches are those of `Qwen2VLImageProcessorPil` and `PixtralImageProcessorPil`, which have Pillow resize.
-Their twins that have torchvision do so round otherwise: a pixel may differ by a level or two.
+Sizes and patches are those of `Qwen2VLImageProcessorPil`, `Glm4vImageProcessorPil` and `PixtralImageProcessorPil`,
+which have Pillow resize, and of MoonViT's code on the hub. Twins that have torchvision do so round otherwise: a pixel
+may differ by a level or two.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Processor(NamedTuple):
     max_pixels: int  # to which a larger one is reduced
     token: int  # id of the token that stands for an image in a chat template
     resample: str = "bicubic"  # by Pillow's names
+    min_edge: int | None = None  # to which a shorter side is enlarged first
     max_edge: int | None = None  # to which a longer side is reduced, and none is enlarged; None: by pixels only
+    pad: bool = False  # with max_edge, an image is filled up to whole squares, instead of being stretched
     tiles: TilesConfig = TilesConfig()  # that an image is cut into
     own_row_token: int | None = None  # id of the token that stands for a row in a prompt; None: token
 
@@ -54,19 +57,22 @@ def processor_of(vision: VisionConfig) -> Processor:
     if vision.token is None:
         raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
     numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
-    return Processor(*numbers, vision.token, vision.resample, vision.max_edge, vision.tiles, vision.row_token)
+    edges = vision.min_edge, vision.max_edge
+    return Processor(*numbers, vision.token, vision.resample, *edges, vision.pad, vision.tiles, vision.row_token)
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
     """Make what the encoder takes of an image u8[height, width, 3]. RequestError if its sides differ too much.
 
-    max_pixels: in place of the processor's, if it is lower
+    max_pixels: a further limit than the processor's
     """
-    limit = processor.max_pixels if max_pixels is None else min(max_pixels, processor.max_pixels)
     scale, tiles = functools.partial(resize, resample=processor.resample), (1, 1)
     if processor.tiles.fit == "none":
-        pieces = [scale(pixels, *fit_size(pixels.shape[0], pixels.shape[1], processor, max(limit, processor.side**2)))]
+        limit = None if max_pixels is None else max(max_pixels, processor.side**2)
+        size = fit_size(pixels.shape[0], pixels.shape[1], processor, limit)
+        pieces = [fill(scale(pixels, *size), processor.side)]
     else:
+        limit = min(max_pixels or processor.max_pixels, processor.max_pixels)
         kept = processor.tiles.side // processor.patch * processor.patch  # pixels of a tile's side that are encoded
         pieces, tiles = cut_tiles(pixels, processor.tiles, limit // kept**2, scale)
     grids = tuple((1, *(size // processor.patch for size in piece.shape[:2])) for piece in pieces)
@@ -82,14 +88,22 @@ def digest_of(content: bytes, grids: tuple[Grid, ...], processor: Processor) -> 
     return int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK
 
 
-def fit_size(height: int, width: int, processor: Processor, max_pixels: int) -> tuple[int, int]:
-    """The height and width to which an image is resized: multiples of the side, within the limits of pixels.
+def fit_size(height: int, width: int, processor: Processor, max_pixels: int | None = None) -> tuple[int, int]:
+    """The height and width to which an image is resized: multiples of the side, unless it is filled up to them.
 
     RequestError if one side is more than MAX_RATIO times the other.
+
+    max_pixels: a further limit than the processor's
     """
     side = processor.side
+    if processor.min_edge is not None and min(height, width) < processor.min_edge:
+        grow = max(processor.min_edge / height, processor.min_edge / width)
+        height, width = int(height * grow), int(width * grow)
     if max(height, width) > MAX_RATIO * min(height, width):
         raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
+    if processor.max_edge is not None and processor.pad:
+        return fit_inside(height, width, processor, processor.max_edge, max_pixels)
+    max_pixels = max(min(max_pixels or processor.max_pixels, processor.max_pixels), side**2)
     if processor.max_edge is not None:
         return fit_edge(height, width, processor.max_edge, side, max_pixels)
     # Python's round, to the even one of two neighbours, as in transformers
@@ -115,6 +129,29 @@ def fit_edge(height: int, width: int, edge: int, side: int, max_pixels: int) -> 
         rows = min(max(math.floor(rows / shrink), 1), most)
         columns = min(max(math.floor(columns / shrink), 1), most // rows)
     return rows * side, columns * side
+
+
+def fit_inside(height: int, width: int, processor: Processor, edge: int, max_pixels: int | None) -> tuple[int, int]:
+    """As fit_size, for an image that is filled up to whole squares, as `navit_resize` of transformers' Kimi_K25.
+
+    max_pixels: of whole squares; the processor's are of whole patches of the image ahead
+    """
+    patch, side = processor.patch, processor.side
+    num_patches = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(processor.max_pixels // patch**2 / num_patches), edge / height, edge / width)
+    rows, columns = (min(max(1, int(each * scale)), edge) for each in (height, width))
+    most = math.inf if max_pixels is None else max_pixels // side**2
+    while (squares := math.ceil(rows / side) * math.ceil(columns / side)) > most:
+        rows, columns = (max(1, math.ceil(each * math.sqrt(most / squares)) - 1) for each in (rows, columns))
+    return rows, columns
+
+
+def fill(pixels: Pixels, side: int) -> Pixels:
+    """pixels u8[h, w, 3], with black at the right and below up to multiples of the side"""
+    height, width, _ = pixels.shape
+    if not height % side and not width % side:
+        return pixels
+    return np.pad(pixels, ((0, -height % side), (0, -width % side), (0, 0)))
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: str = "bicubic") -> Pixels:

@@ -28,6 +28,7 @@ from atom.images.layout import join, lay_out
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
 from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
+from atom.images.tiles import Pixels
 from atom.images.types import Image, PlacedImage
 
 LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
@@ -46,28 +47,26 @@ class ImageReader:
     def processor(self) -> Processor:
         """RequestError if nothing in a prompt stands for an image."""
         assert self._vision is not None, "the model reads images"
-        processor = processor_of(self._vision)
-        encoded = self._max_patches * processor.patch**2  # pixels of the largest image that a step encodes
-        return processor._replace(max_pixels=min(processor.max_pixels, encoded))
+        return processor_of(self._vision)
 
     def read_url(self, url: str, detail: str | None = None) -> Image:
         """The image of a data: URL, or of a server on the list. RequestError says what is wrong with it.
 
         detail: low makes it small, anything else leaves the size to the model's processor
         """
-        return self._prepare(read_source(url, self._limits), detail)
+        return self._prepare(self._decoder.decode(read_source(url, self._limits)), detail)
 
     def read_local(self, image: Any) -> Image:
         """An image of Pillow, an array u8[h, w, 3], the path of a file, or a URL. RequestError as `read_url`."""
         if isinstance(image, str) and image.startswith(URLS):
             return self.read_url(image)
         if isinstance(image, str | Path):
-            return self._prepare(read_file(image, self._limits))
+            return self._prepare(self._decoder.decode(read_file(image, self._limits)))
         pillow = import_pillow()
         if isinstance(image, pillow.Image):
-            return prepare(np.asarray(as_rgb(image)), self.processor)
+            return self._prepare(np.asarray(as_rgb(image)))
         if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
-            return prepare(image, self.processor)
+            return self._prepare(image)
         kind = type(image).__name__
         raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3], a path or a URL, not {kind}")
 
@@ -96,9 +95,10 @@ class ImageReader:
         """End the process that decodes."""
         self._decoder.close()
 
-    def _prepare(self, data: bytes, detail: str | None = None) -> Image:
-        limit = LOW_PIXELS if detail == "low" else None
-        return prepare(self._decoder.decode(data), self.processor, max_pixels=limit)
+    def _prepare(self, pixels: Pixels, detail: str | None = None) -> Image:
+        processor = self.processor
+        encoded = self._max_patches * processor.patch**2  # pixels of the largest image that a step encodes
+        return prepare(pixels, processor, max_pixels=min(encoded, LOW_PIXELS) if detail == "low" else encoded)
 
 
 def encode_around(text: str, tokenizer: Tokenizer | None) -> list[int]:

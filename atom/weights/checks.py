@@ -80,7 +80,7 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
 
     Blocks of bytes may be stored one after the other, as rows; the matrices of experts as one of all their rows; a
     vector of several parts as a matrix with a row for each; and a matrix as the weight of a convolution, whose steps
-    are as wide as its kernel.
+    are as wide as its kernel, or as a table of rows in two dims.
     """
     dims = [int(dim) for dim in type.shape]
     shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
@@ -91,6 +91,8 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
     found = [list(stored)]
     if len(dims) == 2 and len(stored) > 3 and type.fmt is None:
         found.append([stored[0], math.prod(stored[1:])])
+    if len(dims) == 2 and len(stored) == 3 and type.fmt is None:
+        found.append([math.prod(stored[:2]), stored[2]])
     known = [[dim for dim in shape if dim != 1] for shape in shapes]
     return any([dim for dim in each if dim != 1] in known for each in found)
 

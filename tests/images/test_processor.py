@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,6 +18,8 @@ from atom.images.types import Image, placeholder
 PIL = pytest.importorskip("PIL.Image")
 QWEN2 = Processor(patch=14, frames=2, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, token=9)
 QWEN3 = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=9)
+GLM = Processor(patch=14, frames=2, merge=2, min_pixels=6272, max_pixels=28 * 28 * 1280, token=9, min_edge=28)
+MOONVIT = Processor(patch=14, frames=1, merge=2, min_pixels=1, max_pixels=700 * 196, token=9, max_edge=840, pad=True)
 SIZES = [(1, 1), (20, 3000), (3000, 20), (64, 48), (333, 517), (28, 28), (1024, 1024), (42, 70), (1500, 1700)]
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
@@ -21,16 +28,19 @@ def draw(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(height * 7 + width).integers(0, 256, (height, width, 3), np.uint8)
 
 
-@pytest.mark.parametrize("processor", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "processor"), [("qwen2_vl", QWEN2), ("qwen2_vl", QWEN3), ("glm4v", GLM)], ids=["qwen2", "qwen3", "glm"]
+)
 @pytest.mark.parametrize(("height", "width"), SIZES)
-def test_patches_are_those_of_transformers(height: int, width: int, processor: Processor) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    theirs = Qwen2VLImageProcessorPil(
+def test_patches_are_those_of_transformers(height: int, width: int, family: str, processor: Processor) -> None:
+    module: Any = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    made = module.Glm4vImageProcessorPil if family == "glm4v" else module.Qwen2VLImageProcessorPil
+    counted = processor.frames if family == "glm4v" else 1  # frames whose pixels its limits count
+    theirs = made(
         patch_size=processor.patch,
         temporal_patch_size=processor.frames,
         merge_size=processor.merge,
-        size={"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels},
+        size={"shortest_edge": processor.min_pixels * counted, "longest_edge": processor.max_pixels * counted},
         image_mean=MEAN,
         image_std=STD,
     )
@@ -44,6 +54,23 @@ def test_patches_are_those_of_transformers(height: int, width: int, processor: P
     by_channel = patches.reshape(len(patches), 3, -1) / np.float32(255)
     normal = (by_channel - np.array(MEAN, np.float32)[:, None]) / np.array(STD, np.float32)[:, None]
     assert np.abs(normal.reshape(patches.shape) - expected["pixel_values"]).max() < 1e-5
+
+
+@pytest.mark.parametrize(("height", "width"), [*SIZES, (13, 13), (27, 900), (392, 420), (500, 501)])
+def test_an_image_is_filled_up_as_by_transformers(height: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sizes; resized by Pillow, as the hub's code does, since transformers 5.24 has no processor that does so."""
+    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", SimpleNamespace(functional=None))
+    module: Any = importlib.import_module("transformers.models.kimi_k25.image_processing_kimi_k25")
+    (rows, columns), (full_rows, full_columns) = module.navit_resize(height, width, 14, 2, 700, 60)
+    expected = np.zeros((full_rows, full_columns, 3), np.uint8)
+    pixels = draw(height, width)
+    expected[:rows, :columns] = PIL.fromarray(pixels).resize((columns, rows), PIL.Resampling.BICUBIC)
+    image = prepare(pixels, MOONVIT)
+    assert image.grids == ((1, full_rows // 14, full_columns // 14),)
+    squares = np.frombuffer(image.pixels, np.uint8).reshape(full_rows // 28, full_columns // 28, 2, 2, 3, 14, 14)
+    assert (squares.transpose(0, 2, 5, 1, 3, 6, 4).reshape(expected.shape) == expected).all()
+    limited = prepare(pixels, MOONVIT, max_pixels=300 * 196)
+    assert min(image.num_patches, 201) <= limited.num_patches <= 300, "not much smaller than it has to be"
 
 
 def test_a_smaller_limit_of_pixels_is_kept_and_no_image_is_without_a_row() -> None:

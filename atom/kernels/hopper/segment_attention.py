@@ -1,4 +1,4 @@
-"""Segment attention on NVIDIA's Hopper, in Gluon: patches of an image attend to each other.
+"""Segment attention on NVIDIA's Hopper, in Gluon: an image's patches attend to each other.
 
     out = segment_attention(q, k, v, starts, scale=0.1)     # by Triton's kernel where that is faster
 

@@ -112,7 +112,7 @@ model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
 model.streams: kind num
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm
-model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode qk_norm
+model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale
 model.vision.tiles: fit side edge min max
 model.vision.text: start tile tile_line thumbnail whole line end
 model.vision.merger: side pool norm norm_kind norm_eps fold fold_bias mlp width bias activation
@@ -345,7 +345,19 @@ def test_the_groups_jobs_and_commands():
         },
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
-        "vision": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3", "idefics3", "gemma3", "glm4v", "glm_ocr", "moonvit"},
+        "vision": {
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "pixtral",
+            "mistral3",
+            "idefics3",
+            "gemma3",
+            "glm4v",
+            "glm_ocr",
+            "moonvit",
+            "internvl",
+        },
         "parallel": set(
             [
                 "tp1",

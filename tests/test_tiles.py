@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 from law import assert_greedy_tokens, assert_same_logits
 from probe import logits_of
 
-from atom import LLMEngine, SamplingParams
+from atom import LLMEngine, SamplingParams, weights
 from atom.checkpoint import SilentProgress
+from atom.compiler import compile_graph, semantic_graph
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import AtomError, RequestError
+from atom.graph import Mesh, interpret_ranks, ops
+from atom.images.encoder_inputs import encoder_inputs
 from atom.images.reader import ImageReader
 from atom.images.types import Image, PlacedImage
 
@@ -87,6 +91,72 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)
     assert_greedy(answer["token_ids"], read, model)
     assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
+
+
+def test_an_image_in_two_turns_is_encoded_once(open_model: Any) -> None:
+    engine, model, processor = open_model("InternVL", block_size=4)
+    image = tiled.draw(30, 47)
+    first = {"prompt": "ab<image>c", "multi_modal_data": {"image": image}}
+    (answer,) = engine.generate(first, GREEDY)
+    second = "ab<image>cd<image>e"
+    (again,) = engine.generate({"prompt": second, "multi_modal_data": {"image": [image, image]}}, GREEDY)
+    assert_greedy(answer["token_ids"], tiled.read(processor, "ab<image>c", [image]), model)
+    assert_greedy(again["token_ids"], tiled.read(processor, second, [image, image]), model)
+    assert engine.metrics.num_encoded_images == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SmolVLM", "InternVL qwen3"])
+def test_compiled_pieces_encode_the_same(name: str, open_model: Any) -> None:
+    engine, model, processor = open_model(name, level=2)
+    images = [tiled.draw(*size) for size in SIZES]
+    (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)
+    assert_greedy(answer["token_ids"], tiled.read(processor, PROMPT, images), model)
+
+
+@torch.inference_mode()
+def test_two_ranks_divide_the_heads_of_a_tower_with_a_class_token(tmp_path: Path, monkeypatch: Any) -> None:
+    text, tower, *others = tiled.FAMILIES["InternVL qwen3"]
+    monkeypatch.setitem(tiled.FAMILIES, "InternVL qwen3", (text, {**tower, "num_attention_heads": 2}, *others))
+    model, processor = tiled.save("InternVL qwen3", tmp_path)
+    config, mesh, pixels = load_with_images(tmp_path, "parallel.tensor=2", "level=0"), Mesh(2), tiled.draw(40, 20)
+    graph, checkpoint = compile_graph(config), open_for(config, SilentProgress())
+    tensors = [
+        weights.load(graph.recipes(), checkpoint, SilentProgress(), coordinates=mesh.coordinates(rank)).__getitem__
+        for rank in range(2)
+    ]
+    (attention, *_) = (node for node in graph.programs["vision"].nodes if node.target is ops.segment_attention)
+    assert attention.meta["type"].shape[1:] == (1, 12)
+    reader = ImageReader(config)
+    assert config.model.vision is not None
+    made, _ = encoder_inputs([reader.read_local(pixels)], config.model.vision)
+    reader.close()
+    inputs = {node.name: torch.from_numpy(made[node.name].copy()) for node in graph.programs["vision"].inputs}
+    read = tiled.read(processor, "<image>", [pixels])
+    expected = model.model.get_image_features(read["pixel_values"]).pooler_output.flatten(0, 1)
+    for rows in interpret_ranks([graph], "vision", [inputs] * 2, tensors, mesh):
+        assert_same_logits(rows, expected)
+
+
+@pytest.mark.parametrize("name", ["Idefics3", "InternVL"])
+def test_names_of_tensors_that_transformers_saves_are_read(name: str, tmp_path: Path) -> None:
+    tiled.save(name, tmp_path, is_original=False)
+    config = load_with_images(tmp_path)
+    weights.check(semantic_graph(config), open_for(config, SilentProgress()).tensors, config.model.ignore)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("vision_feature_layer", -2), ("vision_config.use_mean_pooling", False), ("vision_config.layer_norm_eps", 1e-5)],
+)
+def test_what_a_tower_does_not_do_is_refused(field: str, value: Any, models: Any, tmp_path: Path) -> None:
+    folder, _, _ = models("InternVL qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    outer, _, name = field.rpartition(".")
+    (config[outer] if outer else config)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AtomError, match=rf"{field}=\S+ in its config.json is not supported"):
+        load_with_images(tmp_path)
 
 
 def normalized(image: Image, config: Config) -> torch.Tensor:

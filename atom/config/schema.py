@@ -358,9 +358,13 @@ class ChannelScaleConfig:
 
 @dataclass
 class ResidualGateConfig:
-    """Shares of the hidden states and of what a block gives, by channel, whose sum replaces that of both."""
+    """Shares of the hidden states and of what a block gives, by channel, whose sum replaces that of both.
 
-    kind: str = one_of("none", "abs", "sigmoid")  # of a stored vector: shares add up to 1; sigmoid: their squares do
+    They are of a stored vector. abs: they add up to 1; sigmoid: their squares do; given: all of the hidden states, and
+    what a block gives times the vector (LayerScale, Touvron et al. 2021).
+    """
+
+    kind: str = one_of("none", "abs", "sigmoid", "given")
     factor: float = number(1.0, 0, above=True)  # of that vector
 
 
@@ -463,7 +467,7 @@ class MergerConfig:
     side: int = number(1, 1, 64)  # of the square of patches that become one row
     pool: str = one_of("join", "mean")  # a square's patches side by side, or their mean
     norm: str = one_of("patch", "row", "none")  # ahead of the linears: of each patch, of the joined ones, or none
-    norm_kind: str = one_of("tower", "rms_offset")  # of that norm; rms_offset: rms, by 1 and the stored weight
+    norm_kind: str = one_of("tower", "layer", "rms_offset")  # of that; layer: with a bias; rms_offset: by 1 + weight
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
     fold: str = one_of("none", "patch", "row")  # by a linear, channel by channel, to the size of a patch or a row
     fold_bias: bool = False  # on that linear
@@ -496,6 +500,7 @@ class VisionConfig:
     patch_bias: bool = True  # on the linear that embeds a patch
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
     final_norm: bool = False  # patches are normed after the layers, besides the norm of the merger
+    class_token: bool = False  # each segment begins with a learned state, which becomes no row
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     table_mode: str = one_of("bilinear", "bicubic")  # bilinear: corners are those of an image; bicubic: edges are
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
@@ -507,9 +512,10 @@ class VisionConfig:
     heads: int = number(1, 1, INT32)  # of attention, in which a patch sees all of its image, or of a window
     bias: bool = True  # on q, k and v
     o_bias: bool = True  # on o
+    layer_scale: bool = False  # what a block gives is multiplied by a stored vector
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
     rope_order: str = one_of("halves", "alternating", "interleaved")  # of pairs of dims, see `write_vision`
-    qk_norm: str = one_of("none", "per_head")  # ahead of the rope
+    qk_norm: str = one_of("none", "per_head", "whole")  # ahead of the rope; whole: of all heads together
     mlp: str = one_of("plain", "gated")  # plain: up, activation, down; gated: down of the gate's activation times up
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp

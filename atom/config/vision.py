@@ -68,6 +68,8 @@ def derive_vision(config: Config) -> VisionConfig | None:
             raise UnsupportedError(f"{at}.layer_types: {kind} is not supported (supported: {', '.join(LAYER_TYPES)})")
     if vision.layer_types is not None and len(vision.layer_types) < vision.layers:
         raise ConfigError(f"{at}.layer_types names only {len(vision.layer_types)} layers, it has {vision.layers}")
+    if vision.window is not None and vision.class_token:
+        raise UnsupportedError(f"{at}.window={vision.window}: windows have no class token; set class_token=false")
     if ("sliding_attention" in (vision.layer_types or ())) != (vision.window is not None):
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
     if vision.pad and vision.max_edge is None:

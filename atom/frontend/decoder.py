@@ -29,6 +29,7 @@ RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give o
 SHARES = {  # kind of a residual gate -> functions of its vector: shares of what a block is added to, of what it gives
     "abs": ("rest_of_abs", "abs"),
     "sigmoid": ("rest_of_sigmoid", "sigmoid"),
+    "given": (None, "scale"),
 }
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
@@ -274,9 +275,12 @@ def weigh_residual(writer: Writer, x: Node, y: Node, role: str, layer: int) -> t
     if gate.kind == "none":
         return x, y
     vector = W(writer.name(f"{role}_residual", layer), Type("fp32", (writer.model.hidden,)))
-    shares = (Apply(vector, function, gate.factor) for function in SHARES[gate.kind])
-    kept, given = (writer.call(ops.mul, *pair, name=pair[0].name) for pair in zip((x, y), shares, strict=True))
-    return kept, given
+
+    def weighed(x: Node, function: str | None) -> Node:
+        return x if function is None else writer.call(ops.mul, x, Apply(vector, function, gate.factor), name=x.name)
+
+    kept, given = SHARES[gate.kind]
+    return weighed(x, kept), weighed(y, given)
 
 
 def write_ahead(

@@ -12,6 +12,8 @@ Inputs, P patches of any number of images, those that become one row side by sid
     places i64[P, 4]            row, column, height and width of a patch in its image, counted in patches
     starts i32[S + 1]           where images begin, and P
     window_starts i32[W + 1]    where windows do, of which some layers are; patches come window by window
+    class_rows i32[N]           0 for the first state of each segment, if that is no patch; -1 for patches
+    patch_rows i64[P]           the numbers of the others; of the inputs above, all but starts have N rows then
 
 The result is rows [M, H], or [M, H * parts] with parts of deeper layers after the first (DeepStack, Meng et al. 2024).
 """
@@ -23,22 +25,37 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import AttentionConfig, MLPConfig, ModelConfig, NormConfig, QuantConfig, RopeConfig, VisionConfig
+from atom.config import (
+    AttentionConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    QuantConfig,
+    ResidualGateConfig,
+    RopeConfig,
+    VisionConfig,
+)
 from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import VISION, Cat, Program, Slice, Transpose, Type, W, ops
+from atom.graph import VISION, Cat, Program, Recipe, Slice, Transpose, Type, W, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
+from atom.graph.recipe_ranges import narrow
 
 LEVELS = 255.0  # of a pixel
+NORMS = {  # by norm_kind of a merger; eps are those of the tower unless it has its own
+    "layer": NormConfig(kind="layer", bias=True),
+    "rms_offset": NormConfig(offset=1.0),
+}
 AS_STORED = QuantConfig()  # quant= is of the text; a tower has a few percent of the weights
 
 
 def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
     """dtype: of rows and of what is computed"""
-    num = multiply("M", vision.merger.side**2)
+    num_patches = multiply("M", vision.merger.side**2)
+    num = "N" if vision.class_token else num_patches
     patches = program.input("patches", Type("u8", (num, vision.patch_size)))
     has_places = vision.table_side is not None or vision.rope_theta is not None
     places = program.input("places", Type("i64", (num, PLACE))) if has_places else None
@@ -48,16 +65,21 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
     tower, segments = tower_of(vision), Segments(starts, window_starts)
     writer = Writer(tower, program, dtype, dtype, AS_STORED, segments=segments)
     x = embed_patches(writer, vision, patches, places)
+    patch_rows = program.input("patch_rows", Type("i64", (num_patches,))) if vision.class_token else None
     rotary = rotary_of(writer, vision, required(places)) if vision.rope_theta is not None else None
     parts: list[Node] = []
+
+    def without_class(x: Node) -> Node:
+        return x if patch_rows is None else writer.call(ops.take_rows, x, patch_rows, name="x")
+
     for layer in range(vision.layers):
         x, _ = write_layer(writer, x, rotary, layer)
         if layer in vision.deepstack:
             index = vision.deepstack.index(layer)
-            parts.append(merge(writer, vision, x, "deepstack", index))
+            parts.append(merge(writer, vision, without_class(x), "deepstack", index))
     if vision.final_norm:
         x = writer.norm(x, "final_norm", name="x")
-    rows = [merge(writer, vision, x, "merge"), *parts]
+    rows = [merge(writer, vision, without_class(x), "merge"), *parts]
     program.output(rows[0] if len(rows) == 1 else writer.call(ops.join, *rows, name="rows"))
 
 
@@ -84,6 +106,7 @@ def tower_of(vision: VisionConfig) -> ModelConfig:
             rope=rope,
         ),
         mlp=[MLPConfig(kind=vision.mlp, width=vision.width, activation=vision.activation, bias=vision.mlp_bias)],
+        residual_gate=ResidualGateConfig(kind="given" if vision.layer_scale else "none"),
         weights=vision.weights,
         fmt=None,
     )
@@ -97,12 +120,31 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     if vision.patch_norm:
         x = writer.norm(x, "patch_norm")
     if (side := vision.table_side) is None:
-        return x
-    table = writer.weight("positions", (side**2, vision.hidden))
+        return put_class(writer, vision, x)
+    num_class = int(vision.class_token)
+    shape = num_class + side**2, vision.hidden
+    if "position_table" in vision.weights:
+        stored = W(writer.name("position_table"), Type(writer.dtype, shape))
+    else:
+        stored = writer.weight("positions", shape)
+    table = narrow(stored, num_class, shape[0])
     mode = {} if vision.table_mode == "bilinear" else {"mode": vision.table_mode}
     learned = writer.call(ops.interpolate_table, table, places, side=side, **mode, name="p")
-    total: Node = writer.call(ops.add, x, learned, name="x")
-    return total
+    x = writer.call(ops.add, x, learned, name="x")
+    return put_class(writer, vision, x, narrow(stored, 0, 1))
+
+
+def put_class(writer: Writer, vision: VisionConfig, x: Node, position: Recipe | None = None) -> Node:
+    """x [N, H] with the learned state in place of the first one of each segment, if the tower has one
+
+    position: [1, H], that is added to it
+    """
+    if not vision.class_token:
+        return x
+    rows = writer.program.input("class_rows", Type("i32", x.meta["type"].shape[:1]))
+    state = W(writer.name("class"), Type(writer.dtype, (1, vision.hidden)))
+    x = writer.call(ops.place_rows, x, rows, state, name="x")
+    return x if position is None else writer.call(ops.place_rows, x, rows, position, adds=True, name="x")
 
 
 def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
@@ -148,9 +190,9 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
 
     def normed(x: Node) -> Node:
         own = writer
-        if merger.norm_kind == "rms_offset":
-            own = replace(writer, model=replace(writer.model, norm=NormConfig(eps=vision.eps, offset=1.0)))
-        return own.norm(x, f"{role}_norm", index, eps=merger.norm_eps)
+        if merger.norm_kind != "tower":
+            own = replace(writer, model=replace(writer.model, norm=NORMS[merger.norm_kind]))
+        return own.norm(x, f"{role}_norm", index, eps=vision.eps if merger.norm_eps is None else merger.norm_eps)
 
     h = folded(normed(x) if norm == "patch" else x)
     h = normed(h) if norm == "row" else h

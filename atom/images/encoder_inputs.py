@@ -9,7 +9,7 @@ All of them are made; an encoder reads those that it names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -30,6 +30,8 @@ def encoder_inputs(
         "places": np.concatenate([find_places(grid, vision.merger.side) for grid in grids]),
         "starts": np.array([*accumulate(segments, initial=0)], np.int32),
     }
+    if vision.class_token:
+        inputs |= with_class_rows(inputs)
     order = np.arange(sum(image.num_rows for image in images))
     if vision.window is not None:
         order, sizes = order_by_window(grids, vision.merger.side, vision.window)
@@ -38,6 +40,18 @@ def encoder_inputs(
             inputs[name] = inputs[name].reshape(len(order), num, -1)[order].reshape(len(order) * num, -1)
         inputs["window_starts"] = np.array([*accumulate(sizes * num, initial=0)], np.int32)
     return inputs, order
+
+
+def with_class_rows(inputs: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
+    """Inputs with a row at the beginning of each segment that is no patch, and which rows are so."""
+    starts = inputs["starts"].astype(np.int32)
+    firsts = starts[:-1]
+    made: dict[str, npt.NDArray[np.generic]] = {
+        name: np.insert(inputs[name], firsts, inputs[name][firsts], axis=0) for name in ("patches", "places")
+    }
+    class_rows = np.insert(np.full(starts[-1], -1, np.int32), firsts, 0)
+    shifted = starts + np.arange(len(starts), dtype=np.int32)
+    return made | {"starts": shifted, "class_rows": class_rows, "patch_rows": (class_rows < 0).nonzero()[0]}
 
 
 def order_by_window(

@@ -101,6 +101,7 @@ from atom.graph.ops.vision import (
     resample_table,
     rotary_sections,
     segment_attention,
+    take_rows,
 )
 
 VIEWS = (split, split_heads, merge_heads)  # ops that move no data
@@ -118,5 +119,5 @@ __all__ = [
     "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope",
     "rotary", "rotary_sections", "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms",
     "segment_attention", "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd",
-    "ssm_decay", "sum_moments", "sum_squares", "time_step", "weigh_inputs", "xielu",
+    "ssm_decay", "sum_moments", "sum_squares", "take_rows", "time_step", "weigh_inputs", "xielu",
 ]  # fmt: skip

@@ -80,6 +80,17 @@ def mean_rows(x: Tensor, *, rows: int) -> Tensor:
     return x.view(-1, rows, x.shape[1]).float().mean(1).to(x.dtype)
 
 
+def _take_rows(x: Type, rows: Type) -> Type:
+    need(rows.dtype == "i64" and len(rows.shape) == 1, f"rows are i64[P], not {rows}")
+    return Type(x.dtype, (*rows.shape, *x.shape[1:]))
+
+
+@op(_take_rows)
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [N, H], rows i64[P] -> [P, H]"""
+    return x.index_select(0, rows)
+
+
 def _interpolate_table(table: Type, places: Type, *, side: int, mode: str = "bilinear") -> Type:
     need(table.shape[0] == side**2, f"a table of {side} by {side} rows, not {table}")
     need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")

@@ -384,8 +384,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.expand_lora, _load_lora, accepts_lora),
     _kernel(ops.grouped_lora, _load_lora),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED),
-    # a view, one copy of the rows of images, a reduction and a GEMM of small tensors
-    *map(_by_torch, (ops.fold_rows, ops.join, ops.mean_rows, ops.resample_table)),
+    # a view, copies of the rows of images, a reduction and a GEMM of small tensors
+    *map(_by_torch, (ops.fold_rows, ops.join, ops.take_rows, ops.mean_rows, ops.resample_table)),
 )
 
 BACKEND = Backend(

@@ -88,6 +88,11 @@ def test_rows_take_the_place_of_tokens():
     assert checked(ops.place_rows, x + 1, rows, encoded, part=1, adds=True).tolist() == [[8, 9], [1, 1], [4, 5]]
 
 
+def test_rows_are_taken_in_any_order():
+    x = torch.arange(6.0).view(3, 2)
+    assert checked(ops.take_rows, x, torch.tensor([2, 0, 2, 1])).tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]]
+
+
 def test_neighbours_become_one_row_of_a_text():
     text = "def vision(patches: u8[4*M, 6]):\n    return patches\n"
     program = parse(text).program("vision")

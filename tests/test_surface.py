@@ -235,7 +235,6 @@ LOCAL_IMPORTS = {
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
     "opentelemetry": "the extra otel",
-    "numpy": "few files of images have 16 bits",
     "PIL": "the extra images",
     "ray": "the extra ray",
     "cryptography": "the extra signatures",

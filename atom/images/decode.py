@@ -1,84 +1,78 @@
-"""Decode images in a process that is killed if it takes too long.
+"""Decode images in processes that are killed if they take too long.
 
     decoder = Decoder(max_pixels=50_000_000)
-    pixels = decoder.decode(data)               # u8[height, width, 3]
+    image = decoder.read(data, processor)
     decoder.close()
 
-The process has limited memory, and opens no file. If it ends, the next image starts another one.
+A process has limited memory, and opens no file. If it ends, its next image starts another one. It also resizes the
+image and cuts it into patches, so all that is large is elsewhere, and as many images are read at a time.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import select
 import subprocess
 import threading
 import time
 from types import TracebackType
 
-import numpy as np
+import msgspec
 
 from atom.errors import RequestError
-from atom.images.decode_process import BODY, FAULT, HEAD, PIXELS, TASK
-from atom.images.processor import import_pillow
-from atom.images.tiles import Pixels
+from atom.images.decode_process import BODY, HEAD, TASK, Order
+from atom.images.processor import Processor, import_pillow, is_whole, with_digest
+from atom.images.types import Image
 from atom.process.child_process import end, start_python
 
 CODE = "from atom.images.decode_process import main; main()"
 MAX_PIXELS = 50_000_000
+MAX_PROCESSES = 4
 SECONDS = 10.0
 BROKEN = "the image cannot be decoded"
 
 
 class Decoder:
-    """Decodes one image at a time; any thread may ask it to."""
+    """Decodes as many images at a time as it has processes; any thread may ask it to."""
 
-    def __init__(self, max_pixels: int = MAX_PIXELS, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, max_pixels: int = MAX_PIXELS, seconds: float = SECONDS, num_processes: int | None = None
+    ) -> None:
         """
         max_pixels: of an image; a file whose header has more is refused
-        seconds: after which the process is killed
+        seconds: after which a process is killed
+        num_processes: that decode at a time; None: as many as count_processes says
         """
         import_pillow()  # so that its lack is said early
         self.max_pixels, self.seconds = max_pixels, seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._workers = [Worker() for _ in range(num_processes or count_processes())]
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # so that few are started if few are needed
+        for worker in self._workers:
+            self._idle.put(worker)
 
-    def decode(self, data: bytes) -> Pixels:
-        """The pixels u8[height, width, 3] of a PNG, JPEG, WebP or GIF, of which the first frame.
+    def read(self, data: bytes, processor: Processor, limit: int | None = None) -> Image:
+        """The patches of a PNG, JPEG, WebP or GIF, of which the first frame.
 
         It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong, also
         once this is closed.
+
+        limit: pixels that it is reduced to, in place of the processor's if it is lower
         """
-        with self._lock:
-            if self._is_closed:
-                raise RequestError(f"{BROKEN}: atom ends")
-            process = self._process or self._start()
-            deadline = time.monotonic() + self.seconds
-            try:
-                self._send(process, TASK.pack(len(data), self.max_pixels) + data, deadline)
-                kind, first, second = HEAD.unpack(self._receive(process, HEAD.size, deadline))
-                content = self._receive(process, first * second * (3 if kind == PIXELS else 1), deadline)
-            except TimeoutError:
-                self._kill()
-                raise RequestError(f"{BROKEN}: it takes more than {self.seconds:g} s") from None
-            except OSError:
-                self._kill()
-                raise RequestError(BROKEN) from None
-            except BaseException:  # such as an interrupt: an answer may be left
-                self._kill()
-                raise
-        if kind == FAULT:
-            raise RequestError(content.decode())
-        return np.frombuffer(content, np.uint8).reshape(first, second, 3)
+        order = msgspec.msgpack.encode(Order(self.max_pixels, processor, limit))
+        worker = self._idle.get()
+        try:
+            image = worker.ask(order, data, self.seconds)
+        finally:
+            self._idle.put(worker)
+        if not is_whole(image, processor):
+            raise RequestError(BROKEN)
+        return with_digest(image, processor)
 
     def close(self) -> None:
-        """End the process, and the image that it decodes."""
-        self._is_closed = True
-        if (process := self._process) is not None:
-            process.kill()  # without the lock, which is held until an image is decoded
-        with self._lock:
-            self._kill()
+        """End the processes, and the images that they decode."""
+        for worker in self._workers:
+            worker.close()
 
     def __enter__(self) -> Decoder:
         return self
@@ -86,16 +80,66 @@ class Decoder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+
+def count_processes() -> int:
+    """As many processes as there are cores for them, at most MAX_PROCESSES."""
+    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+
+
+class Worker:
+    """A process that decodes one image at a time, asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # held while an image is decoded
+
+    def ask(self, order: bytes, data: bytes, seconds: float) -> Image:
+        with self._lock:
+            return self._ask(order, data, seconds)
+
+    def close(self) -> None:
+        """End the process, and the image that it decodes."""
+        self._is_closed = True
+        if (process := self.process) is not None:
+            process.kill()
+        with self._lock:
+            self._kill()
+
+    def _ask(self, order: bytes, data: bytes, seconds: float) -> Image:
+        if self._is_closed:
+            raise RequestError(f"{BROKEN}: atom ends")
+        process = self.process or self._start()
+        deadline = time.monotonic() + seconds
+        try:
+            self._send(process, TASK.pack(len(order), len(data)) + order + data, deadline)
+            is_image, size = HEAD.unpack(self._receive(process, HEAD.size, deadline))
+            content = self._receive(process, size, deadline)
+            if is_image:
+                return msgspec.msgpack.decode(content, type=Image)
+        except TimeoutError:
+            self._kill()
+            raise RequestError(f"{BROKEN}: it takes more than {seconds:g} s") from None
+        except (OSError, msgspec.MsgspecError):
+            self._kill()
+            raise RequestError(BROKEN) from None
+        except BaseException:  # such as an interrupt: an answer may be left
+            self._kill()
+            raise
+        raise RequestError(content.decode(errors="replace"))
+
     def _start(self) -> subprocess.Popen[bytes]:
-        self._process = process = start_python(CODE, stderr=subprocess.DEVNULL)
+        self.process = process = start_python(CODE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         os.set_blocking(process.stdin.fileno(), False)
+        if self._is_closed:
+            process.kill()
         return process
 
     def _kill(self) -> None:
-        if self._process is not None:
-            end(self._process)
-            self._process = None
+        if self.process is not None:
+            end(self.process)
+            self.process = None
 
     @staticmethod
     def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:

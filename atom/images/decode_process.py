@@ -1,4 +1,4 @@
-"""The process that decodes images: files in on stdin, pixels out on stdout."""
+"""The process that decodes images: files in on stdin, patches out on stdout."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import resource
 import struct
 import sys
 import warnings
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-TASK = struct.Struct("=QQ")  # bytes of the file, max pixels; the file follows
-HEAD = struct.Struct("=BQQ")  # kind, height, width of PIXELS; kind, bytes, 1 of a FAULT, whose text follows
-PIXELS, FAULT = 0, 1
+import msgspec
+import numpy as np
+
+from atom.errors import RequestError
+from atom.images.processor import Processor, make_patches
+from atom.images.types import Image
+
+TASK = struct.Struct("=QQ")  # bytes of an Order and of a file, which follow
+HEAD = struct.Struct("=?Q")  # whether it is an Image, and the bytes of it or of a fault's text, which follow
 BODY = 1 << 20  # bytes that are sent at a time
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 SPARE = 512 << 20  # bytes of memory besides those of pixels
@@ -20,17 +26,26 @@ WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # modes of 16 bits
 WHITE = (255, 255, 255, 255)
 
 
+class Order(NamedTuple):
+    """What is to be done with a file."""
+
+    max_pixels: int  # that it may have
+    processor: Processor
+    limit: int | None  # pixels of what is made of it, in place of the processor's if it is lower
+
+
 def main() -> None:
     """Decode until stdin ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     limited = 0
     while len(head := source.read(TASK.size)) == TASK.size:
-        size, max_pixels = TASK.unpack(head)
-        data = source.read(size)
-        if max_pixels > limited:
-            limit_memory(max_pixels)
-            limited = max_pixels
-        answer(sink, data, max_pixels)
+        sizes = TASK.unpack(head)
+        order = msgspec.msgpack.decode(source.read(sizes[0]), type=Order)
+        data = source.read(sizes[1])
+        if order.max_pixels > limited:
+            limit_memory(order.max_pixels)
+            limited = order.max_pixels
+        answer(sink, data, order)
 
 
 def limit_memory(max_pixels: int) -> None:
@@ -42,21 +57,29 @@ def limit_memory(max_pixels: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def answer(sink: BinaryIO, data: bytes, max_pixels: int) -> None:
-    """Write the pixels of a file, or what is wrong with it."""
+def answer(sink: BinaryIO, data: bytes, order: Order) -> None:
+    """Write the patches of a file, or what is wrong with it."""
     try:
-        image = decode(data, max_pixels)
-    except ValueError as error:
-        said = str(error).encode()
-        sink.write(HEAD.pack(FAULT, len(said), 1) + said)
+        image = read(data, order)
+    except RequestError as error:
+        is_image, said = False, str(error).encode()
     else:
-        sink.write(HEAD.pack(PIXELS, image.height, image.width))
-        sink.write(image.tobytes())
+        is_image, said = True, msgspec.msgpack.encode(image)
+    sink.write(HEAD.pack(is_image, len(said)) + said)
     sink.flush()
 
 
+def read(data: bytes, order: Order) -> Image:
+    """The patches of a file. RequestError says what is wrong with it."""
+    try:
+        pixels = np.asarray(decode(data, order.max_pixels))
+        return make_patches(pixels, order.processor, order.limit)
+    except MemoryError:
+        raise RequestError("the image takes too much memory") from None
+
+
 def decode(data: bytes, max_pixels: int) -> Any:
-    """The image of a file, as RGB. ValueError says what is wrong with it."""
+    """The image of a file, as RGB. RequestError says what is wrong with it."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # ours is checked
@@ -64,18 +87,18 @@ def decode(data: bytes, max_pixels: int) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"the image is none of {', '.join(FORMATS)}, or is damaged") from None
+        raise RequestError(f"the image is none of {', '.join(FORMATS)}, or is damaged") from None
     except Exception:
-        raise ValueError("the image is damaged") from None
+        raise RequestError("the image is damaged") from None
     if not 0 < image.width * image.height <= max_pixels:
-        raise ValueError(f"the image has {image.width} x {image.height} pixels; {max_pixels} are the most")
+        raise RequestError(f"the image has {image.width} x {image.height} pixels; {max_pixels} are the most")
     try:
         image.load()
         return as_rgb(ImageOps.exif_transpose(image))
     except MemoryError:
-        raise ValueError("the image takes too much memory") from None
+        raise
     except Exception:
-        raise ValueError("the image is damaged, or not all of it is there") from None
+        raise RequestError("the image is damaged, or not all of it is there") from None
 
 
 def as_rgb(image: Any) -> Any:
@@ -83,8 +106,6 @@ def as_rgb(image: Any) -> Any:
     from PIL import Image
 
     if image.mode in WIDE:
-        import numpy as np
-
         wide = np.asarray(image).astype(np.int64).clip(0, 65535)
         return Image.fromarray((wide >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

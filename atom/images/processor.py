@@ -15,12 +15,13 @@ import hashlib
 import math
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from atom.config import TilesConfig, VisionConfig
 from atom.errors import ConfigError, RequestError
 from atom.images.tiles import Pixels, cut_tiles
-from atom.images.types import DIGEST_MASK, Grid, Image
+from atom.images.types import DIGEST_MASK, Image
 
 MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
 
@@ -66,6 +67,11 @@ def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = No
 
     max_pixels: a further limit than the processor's
     """
+    return with_digest(make_patches(pixels, processor, max_pixels), processor)
+
+
+def make_patches(pixels: Pixels, processor: Processor, max_pixels: int | None = None) -> Image:
+    """As prepare, without a digest."""
     scale, tiles = functools.partial(resize, resample=processor.resample), (1, 1)
     if processor.tiles.fit == "none":
         limit = None if max_pixels is None else max(max_pixels, processor.side**2)
@@ -78,14 +84,25 @@ def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = No
     grids = tuple((1, *(size // processor.patch for size in piece.shape[:2])) for piece in pieces)
     content = b"".join(cut(piece, processor).tobytes() for piece in pieces)
     num_rows = sum(height * width for _, height, width in grids) // processor.merge**2
-    return Image(digest_of(content, grids, processor), content, grids, num_rows, tiles)
+    return Image(0, content, grids, num_rows, tiles)
 
 
-def digest_of(content: bytes, grids: tuple[Grid, ...], processor: Processor) -> int:
-    """62 bits of SHA-256, so that nobody can make an image that is taken for one of somebody else."""
-    made = hashlib.sha256(repr((grids, processor[:3])).encode())
-    made.update(content)
-    return int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK
+def with_digest(image: Image, processor: Processor) -> Image:
+    """An image with 62 bits of SHA-256, so that nobody can make one that is taken for one of somebody else."""
+    made = hashlib.sha256(repr((image.grids, processor[:3])).encode())
+    made.update(image.pixels)
+    return msgspec.structs.replace(image, digest=int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK)
+
+
+def is_whole(image: Image, processor: Processor) -> bool:
+    """Whether the patches of an image are as many as its grids and rows say."""
+    merge, patch_bytes = processor.merge, 3 * processor.frames * processor.patch**2
+    are_squares = all(
+        frames == 1 and rows > 0 and columns > 0 and rows % merge == columns % merge == 0
+        for frames, rows, columns in image.grids
+    )
+    num_patches = image.num_patches
+    return are_squares and num_patches == image.num_rows * merge**2 and len(image.pixels) == num_patches * patch_bytes
 
 
 def fit_size(height: int, width: int, processor: Processor, max_pixels: int | None = None) -> tuple[int, int]:

@@ -28,7 +28,6 @@ from atom.images.layout import join, lay_out
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
 from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
-from atom.images.tiles import Pixels
 from atom.images.types import Image, PlacedImage
 
 LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
@@ -54,19 +53,19 @@ class ImageReader:
 
         detail: low makes it small, anything else leaves the size to the model's processor
         """
-        return self._prepare(self._decoder.decode(read_source(url, self._limits)), detail)
+        return self._read(read_source(url, self._limits), detail)
 
     def read_local(self, image: Any) -> Image:
         """An image of Pillow, an array u8[h, w, 3], the path of a file, or a URL. RequestError as `read_url`."""
         if isinstance(image, str) and image.startswith(URLS):
             return self.read_url(image)
         if isinstance(image, str | Path):
-            return self._prepare(self._decoder.decode(read_file(image, self._limits)))
-        pillow = import_pillow()
+            return self._read(read_file(image, self._limits))
+        pillow, processor = import_pillow(), self.processor
         if isinstance(image, pillow.Image):
-            return self._prepare(np.asarray(as_rgb(image)))
+            return prepare(np.asarray(as_rgb(image)), processor, max_pixels=self._limit(processor))
         if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
-            return self._prepare(image)
+            return prepare(image, processor, max_pixels=self._limit(processor))
         kind = type(image).__name__
         raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3], a path or a URL, not {kind}")
 
@@ -92,13 +91,17 @@ class ImageReader:
         return show_placeholders(tokens, self.processor.row_token)
 
     def close(self) -> None:
-        """End the process that decodes."""
+        """End the processes that decode."""
         self._decoder.close()
 
-    def _prepare(self, pixels: Pixels, detail: str | None = None) -> Image:
+    def _read(self, data: bytes, detail: str | None = None) -> Image:
         processor = self.processor
-        encoded = self._max_patches * processor.patch**2  # pixels of the largest image that a step encodes
-        return prepare(pixels, processor, max_pixels=min(encoded, LOW_PIXELS) if detail == "low" else encoded)
+        return self._decoder.read(data, processor, self._limit(processor, detail))
+
+    def _limit(self, processor: Processor, detail: str | None = None) -> int:
+        """The pixels of the largest image, which a step encodes."""
+        encoded = self._max_patches * processor.patch**2
+        return min(encoded, LOW_PIXELS) if detail == "low" else encoded
 
 
 def encode_around(text: str, tokenizer: Tokenizer | None) -> list[int]:

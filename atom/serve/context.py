@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
+from atom.images.decode import count_processes
 from atom.images.reader import ImageReader
 from atom.pair_prompts import PairTemplate
 from atom.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ from atom.serve.prompt_images import OtherThreadError, begin_thread
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
-NUM_IMAGE_THREADS = 2  # that do so of requests with images, and read these
+NUM_WAITING = 2  # threads of requests with images, besides those that wait for a process that decodes one
 TEMPLATE_SECONDS = 10.0  # after which a server refuses a chat
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
 ANY_MODEL = ("default", "dummy", "local-model", "tgi")  # what clients of servers with one model call it
@@ -68,7 +69,7 @@ class Shared:
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
-        self.image_threads = ThreadPoolExecutor(NUM_IMAGE_THREADS, "images", begin_thread)
+        self.image_threads = ThreadPoolExecutor(count_processes() + NUM_WAITING, "images", begin_thread)
         self.logged: set[str] = set()  # what `log_once` has logged
 
     def find(self, tenant: Tenant, model: str | None) -> Context:

@@ -1,4 +1,4 @@
-"""Servers for clients: tiny models, one of which sees, and prepared texts."""
+"""Servers for the clients: tiny models, one of which reads images, and prepared texts."""
 
 from __future__ import annotations
 

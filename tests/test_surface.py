@@ -111,11 +111,11 @@ model.residual_gate: kind factor
 model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
 model.streams: kind num
-model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm
+model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm area normalizes patch_order table_length v_norm scale after_norms clips
 model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale
 model.vision.tiles: fit side edge min max
 model.vision.text: start tile tile_line thumbnail whole line end
-model.vision.merger: side pool norm norm_kind norm_eps fold fold_bias mlp width bias activation
+model.vision.merger: side pool scale standardize norm norm_kind norm_eps fold fold_bias mlp width bias activation
 model.sections.0: layers loops name norm adds_input own_state
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
@@ -352,6 +352,7 @@ def test_the_groups_jobs_and_commands():
             "mistral3",
             "idefics3",
             "gemma3",
+            "gemma4",
             "glm4v",
             "glm_ocr",
             "moonvit",

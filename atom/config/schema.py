@@ -467,7 +467,9 @@ class MergerConfig:
     side: int = number(1, 1, 64)  # of the square of patches that become one row
     pool: str = one_of("join", "mean")  # a square's patches side by side, or their mean
     norm: str = one_of("patch", "row", "none")  # ahead of the linears: of each patch, of the joined ones, or none
-    norm_kind: str = one_of("tower", "layer", "rms_offset")  # of that; layer: with a bias; rms_offset: by 1 + weight
+    scale: float | None = number(None, 0, above=True)  # of the mean; null: 1
+    standardize: bool = False  # the scaled mean, less stored numbers, is multiplied by other ones, by channel
+    norm_kind: str = one_of("tower", "layer", "rms_offset", "rms_plain")  # of it; offset: by 1 + weight; plain: by none
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
     fold: str = one_of("none", "patch", "row")  # by a linear, channel by channel, to the size of a patch or a row
     fold_bias: bool = False  # on that linear
@@ -487,8 +489,12 @@ class VisionConfig:
     frames: int = number(1, 1, 16)  # that a patch has one after the other; a still image has all alike
     mean: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, subtracted from pixels of 0 to 1
     std: list[float] = field(default_factory=lambda: [0.5] * 3)  # by channel, that they are then divided by
+    normalizes: str = one_of("processor", "tower")  # where mean and std are used; tower: pixels are of 0 to 1 before
     min_pixels: int = number(65536, 1, INT32)  # of an image, which is enlarged to them
     max_pixels: int = number(16777216, 1, INT32)  # to which a larger image is reduced
+    area: int | None = number(
+        None, 1, INT32
+    )  # patches to which every image is resized, or a few less; null: no such rule
     min_edge: int | None = number(None, 1, INT32)  # to which a shorter side is enlarged first; null: no such rule
     max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
     pad: bool = False  # black at the right and below fills them up to whole rows; false: they are stretched
@@ -497,10 +503,12 @@ class VisionConfig:
     row_token: int | None = number(None, 0, INT32)  # id of what stands for a row where all are written; null: token
     tiles: TilesConfig = field(default_factory=TilesConfig)
     text: ImageTextConfig = field(default_factory=ImageTextConfig)
+    patch_order: str = one_of("channels_first", "channels_last")  # of the columns of the linear that embeds a patch
     patch_bias: bool = True  # on the linear that embeds a patch
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
     final_norm: bool = False  # patches are normed after the layers, besides the norm of the merger
     class_token: bool = False  # each segment begins with a learned state, which becomes no row
+    table_length: int | None = number(None, 1, 1 << 20)  # of a table of columns and one of rows; null: none
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
     table_mode: str = one_of("bilinear", "bicubic")  # bilinear: corners are those of an image; bicubic: edges are
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
@@ -514,8 +522,12 @@ class VisionConfig:
     o_bias: bool = True  # on o
     layer_scale: bool = False  # what a block gives is multiplied by a stored vector
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
-    rope_order: str = one_of("halves", "alternating", "interleaved")  # of pairs of dims, see `write_vision`
+    rope_order: str = one_of("halves", "alternating", "interleaved", "apart")  # of pairs of dims, see `write_vision`
     qk_norm: str = one_of("none", "per_head", "whole")  # ahead of the rope; whole: of all heads together
+    v_norm: bool = False  # values of a head are normed, without a weight
+    scale: float | None = number(None, 0, above=True)  # of scores; null: 1 by the root of a head's dims
+    after_norms: bool = False  # attention and mlp have a norm after them, too
+    clips: bool = False  # what linears of layers read and give is clipped, to bounds that are stored next to them
     mlp: str = one_of("plain", "gated")  # plain: up, activation, down; gated: down of the gate's activation times up
     mlp_bias: bool = True  # on its linears
     width: int = number(0, 0, INT32)  # of the mlp

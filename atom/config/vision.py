@@ -133,13 +133,14 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
     ours = {
         "do_resize": True,
         "do_rescale": True,
-        "do_normalize": True,
+        "do_normalize": vision.normalizes == "processor",
         "do_pan_and_scan": False,
         "rescale_factor": 1 / 255,
         "resample": RESAMPLE[vision.resample],
         "patch_size": vision.patch,
         "temporal_patch_size": vision.frames,
         "merge_size": vision.merger.side,
+        "pooling_kernel_size": vision.merger.side,
         "spatial_merge_size": vision.merger.side,
     }
     stored = config.hf.get("image_processor", {}) | config.hf.get("processor", {})  # these are handed to the former

@@ -24,6 +24,7 @@ class Rotary(NamedTuple):
     keys: tuple[Node, Node] | None  # None: keys are not rotated
     queries: tuple[Node, Node]  # as keys, but that queries may grow with the position
     interleaved: bool
+    second: tuple[Node, Node] | None = None  # of the second half of a head's dims, if each half turns by itself
     grown: tuple[Node, Node] | None = None  # mla: of the dims of queries that have no position, if these grow
 
 
@@ -118,9 +119,9 @@ def rotate_heads(
     if attention.qk_norm == "per_head":
         made |= norm_qk(writer, made, layer, attention.qk_norm_weight)
     if rotary is not None:
-        made["q"] = rotate(writer, made["q"], rotary.queries, rotary.interleaved, "q")
+        made["q"] = rotate_halves(writer, made["q"], rotary.queries, rotary, "q")
         if "k" in made:
-            made["k"] = rotate(writer, made["k"], rotary.keys, rotary.interleaved, "k")
+            made["k"] = rotate_halves(writer, made["k"], rotary.keys, rotary, "k")
     if attention.qk_norm == "behind_rope":
         made |= norm_qk(writer, made, layer, attention.qk_norm_weight)
     if "q" in writer.model.channel_scales:
@@ -276,7 +277,7 @@ def make_rotary(
         return Rotary(keys, keys, rope.interleaved)
     queries = pair(freqs, "q_", scale=scale, **growth)
     grown = still(required(attention.nope_dim), "grown_") if attention.kind == "mla" else None
-    return Rotary(keys, queries, rope.interleaved, grown)
+    return Rotary(keys, queries, rope.interleaved, grown=grown)
 
 
 def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
@@ -299,6 +300,17 @@ def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved:
         return x
     rotated: Node = writer.call(ops.rope, x, *pair, interleaved=interleaved, name=name)
     return rotated
+
+
+def rotate_halves(writer: Writer, x: Node, pair: tuple[Node, Node] | None, rotary: Rotary, name: str) -> Node:
+    """x [T, N, D], rotated; both halves of the dims by pairs of their own, if `rotary` has a second one"""
+    if rotary.second is None:
+        return rotate(writer, x, pair, rotary.interleaved, name)
+    size = int(x.meta["type"].shape[-1]) // 2
+    halves = writer.call(ops.split, x, sizes=[size, size], name=(name, name))
+    both = zip(halves, (pair, rotary.second), strict=True)
+    joined: Node = writer.call(ops.join, *(rotate(writer, half, own, False, name) for half, own in both), name=name)
+    return joined
 
 
 def attention_of(model: ModelConfig, layer: int) -> AttentionConfig | None:

@@ -39,7 +39,7 @@ from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import VISION, Cat, Program, Recipe, Slice, Transpose, Type, W, ops
+from atom.graph import VISION, Apply, Cat, Program, Recipe, Slice, Transpose, Type, W, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
 from atom.graph.recipe_ranges import narrow
@@ -48,6 +48,7 @@ LEVELS = 255.0  # of a pixel
 NORMS = {  # by norm_kind of a merger; eps are those of the tower unless it has its own
     "layer": NormConfig(kind="layer", bias=True),
     "rms_offset": NormConfig(offset=1.0),
+    "rms_plain": NormConfig(weight=False),
 }
 AS_STORED = QuantConfig()  # quant= is of the text; a tower has a few percent of the weights
 
@@ -57,13 +58,14 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
     num_patches = multiply("M", vision.merger.side**2)
     num = "N" if vision.class_token else num_patches
     patches = program.input("patches", Type("u8", (num, vision.patch_size)))
-    has_places = vision.table_side is not None or vision.rope_theta is not None
+    has_places = any(each is not None for each in (vision.table_side, vision.table_length, vision.rope_theta))
     places = program.input("places", Type("i64", (num, PLACE))) if has_places else None
     starts = program.input("starts", Type("i32", ("S",)))
     has_windows = "sliding_attention" in (vision.layer_types or ())
     window_starts = program.input("window_starts", Type("i32", ("W",))) if has_windows else None
     tower, segments = tower_of(vision), Segments(starts, window_starts)
     writer = Writer(tower, program, dtype, dtype, AS_STORED, segments=segments)
+    in_layers = replace(writer, clips=vision.clips)
     x = embed_patches(writer, vision, patches, places)
     patch_rows = program.input("patch_rows", Type("i64", (num_patches,))) if vision.class_token else None
     rotary = rotary_of(writer, vision, required(places)) if vision.rope_theta is not None else None
@@ -73,7 +75,7 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
         return x if patch_rows is None else writer.call(ops.take_rows, x, patch_rows, name="x")
 
     for layer in range(vision.layers):
-        x, _ = write_layer(writer, x, rotary, layer)
+        x, _ = write_layer(in_layers, x, rotary, layer)
         if layer in vision.deepstack:
             index = vision.deepstack.index(layer)
             parts.append(merge(writer, vision, without_class(x), "deepstack", index))
@@ -94,7 +96,7 @@ def tower_of(vision: VisionConfig) -> ModelConfig:
         hidden=vision.hidden,
         layers=vision.layers,
         layer_types=vision.layer_types,
-        norm=NormConfig(kind=vision.norm, eps=vision.eps, bias=vision.norm == "layer"),
+        norm=NormConfig(kind=vision.norm, eps=vision.eps, bias=vision.norm == "layer", after=vision.after_norms),
         attention=AttentionConfig(
             heads=heads,
             kv_heads=heads,
@@ -102,7 +104,8 @@ def tower_of(vision: VisionConfig) -> ModelConfig:
             bias=vision.bias,
             o_bias=vision.o_bias,
             qk_norm=vision.qk_norm,
-            scale=dim**-0.5,
+            v_norm=vision.v_norm,
+            scale=dim**-0.5 if vision.scale is None else vision.scale,
             rope=rope,
         ),
         mlp=[MLPConfig(kind=vision.mlp, width=vision.width, activation=vision.activation, bias=vision.mlp_bias)],
@@ -116,9 +119,18 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     """patches u8[P, F] -> [P, H], with learned positions if there are any"""
     scaled: dict[str, Any] = {name: [LEVELS * each for each in getattr(vision, name)] for name in ("mean", "std")}
     pixels = writer.call(ops.normalize_pixels, patches, **scaled, dtype=writer.dtype, name="pixels")
-    x = writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
+    if vision.patch_order == "channels_last":
+        stored = writer.matrix("patch", (vision.hidden, vision.patch_size))
+        own = (Slice(stored, channel, vision.patch_size, 1, vision.channels) for channel in range(vision.channels))
+        bias = [writer.weight("patch", (vision.hidden,), None, "bias")] if vision.patch_bias else []
+        x = writer.multiply(pixels, Cat(tuple(own), 1), *bias, role="patch", layer=None)
+    else:
+        x = writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
     if vision.patch_norm:
         x = writer.norm(x, "patch_norm")
+    if vision.table_length is not None:
+        tables = W(writer.name("positions"), Type(writer.dtype, (2, vision.table_length, vision.hidden)))
+        x = writer.call(ops.add, x, writer.call(ops.axis_tables, tables, places, name="p"), name="x")
     if (side := vision.table_side) is None:
         return put_class(writer, vision, x)
     num_class = int(vision.class_token)
@@ -153,12 +165,19 @@ def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
     halves: one half after the other, by the same frequencies (Qwen2-VL)
     alternating: so too, but rows have every second frequency, and columns those between (Pixtral)
     interleaved: column and row take turns, by the same frequencies, and the dims of a pair are neighbours (MoonViT)
+    apart: columns turn the first half of the dims, rows the second half, each by itself (Gemma 4)
     """
     rope = writer.model.attention.rope
     pairs = required(rope.dims) // 4
     dims = pairs * 2
     half = replace(rope, dims=dims)
     freqs = rope_freqs(half)
+    if vision.rope_order == "apart":
+        of_columns, of_rows = (
+            writer.call(ops.rotary_sections, places, freqs, sections=[pairs], axes=[axis], name=("cos", "sin"))
+            for axis in (1, 0)
+        )
+        return Rotary(of_columns, of_columns, rope.interleaved, of_rows)
     if vision.rope_order == "interleaved":
         turns = {"sections": [pairs, pairs], "interleaved": True, "axes": [1, 0]}
         pair = writer.call(ops.rotary_sections, places, freqs, **turns, name=("cos", "sin"))
@@ -182,9 +201,13 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
     num = merger.side**2
 
     def folded(x: Node) -> Node:
-        pool = ops.mean_rows if merger.pool == "mean" and role == "merge" else ops.fold_rows
-        made: Node = writer.call(pool, x, rows=num, name="h")
-        return made
+        if merger.pool == "join" or role == "deepstack":
+            joined: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
+            return joined
+        mean = writer.call(ops.mean_rows, x, rows=num, name="h")
+        return (
+            standardize(writer, mean, merger.scale or 1.0) if merger.standardize else writer.scale(mean, merger.scale)
+        )
 
     norm = "row" if role == "deepstack" else merger.norm
 
@@ -214,6 +237,15 @@ def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int |
         )
         return writer.multiply(h, Transpose(stored), role=f"{role}_down", layer=index, name="rows")
     return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)
+
+
+def standardize(writer: Writer, x: Node, scale: float) -> Node:
+    """x [M, H] times a number, less stored numbers, times other ones, by channel"""
+    type = Type("fp32", x.meta["type"].shape[-1:])
+    stored = (W(writer.name(f"merge_{part}"), type) for part in ("scale", "bias"))
+    by, less = (Apply(each, "scale", factor) for each, factor in zip(stored, (scale, -1 / scale), strict=True))
+    made: Node = writer.call(ops.affine, x, by, less, name=x.name)
+    return made
 
 
 def gate_rows(writer: Writer, vision: VisionConfig, h: Node, role: str, width: int, index: int | None) -> Node:

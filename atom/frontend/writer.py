@@ -51,6 +51,7 @@ class Writer:
     carried: dict[str, Node] = field(default_factory=dict)  # by role, what a layer hands to later ones
     stream: int | None = None  # of several, of which each has weights of its own
     ends: dict[str, Node] = field(default_factory=dict)  # by type of layer, up to where its tokens see, see placed.py
+    clips: bool = False  # what linears read and give is clipped, to bounds that are stored next to them
     segments: Segments | None = None  # of a program without caches, whose tokens see all of their segment
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
@@ -95,8 +96,20 @@ class Writer:
             )
         args += [biases] if biases else []
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
-        made = (self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True))
+        read = [self.clip(x, role, layer, "input") for role in rows]
+        every = zip(rows, read, *args, strict=True)
+        made = [self.multiply(x, *recipes, role=role, layer=layer) for role, x, *recipes in every]
+        made = [self.clip(y, role, layer, "output") for role, y in zip(rows, made, strict=True)]
         return [self.scale_as(y, role) for role, y in zip(rows, made, strict=True)]
+
+    def clip(self, x: Node, role: str, layer: int | None, which: str) -> Node:
+        """x [T, I], clipped as the input or the output of a linear, if the program's linears have bounds"""
+        if not self.clips:
+            return x
+        module = self.name(role, layer).rpartition(".")[0]
+        low, high = (W(f"{module}.{which}_{end}", Type(self.dtype, ())) for end in ("min", "max"))
+        clipped: Node = self.call(ops.clip, x, low, high, name=x.name)
+        return clipped
 
     def adapt(self, x: Node, rank: int, layer: int, **outputs: Node) -> list[Node]:
         """What linears give, by role, with what a use of these adds: two linears of x, of a low rank (Hu et al. 2021).

@@ -40,6 +40,7 @@ class Processor(NamedTuple):
     max_edge: int | None = None  # to which a longer side is reduced, and none is enlarged; None: by pixels only
     pad: bool = False  # with max_edge, an image is filled up to whole squares, instead of being stretched
     tiles: TilesConfig = TilesConfig()  # that an image is cut into
+    area: int | None = None  # patches to which every image is resized, or a few less
     own_row_token: int | None = None  # id of the token that stands for a row in a prompt; None: token
 
     @property
@@ -59,7 +60,9 @@ def processor_of(vision: VisionConfig) -> Processor:
         raise RequestError("the checkpoint's config.json has no image_token_id, so prompts take no images")
     numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
     edges = vision.min_edge, vision.max_edge
-    return Processor(*numbers, vision.token, vision.resample, *edges, vision.pad, vision.tiles, vision.row_token)
+    return Processor(
+        *numbers, vision.token, vision.resample, *edges, vision.pad, vision.tiles, vision.area, vision.row_token
+    )
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
@@ -121,6 +124,8 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int | No
     if processor.max_edge is not None and processor.pad:
         return fit_inside(height, width, processor, processor.max_edge, max_pixels)
     max_pixels = max(min(max_pixels or processor.max_pixels, processor.max_pixels), side**2)
+    if processor.area is not None:
+        return fit_area(height, width, side, min(processor.area * processor.patch**2, max_pixels))
     if processor.max_edge is not None:
         return fit_edge(height, width, processor.max_edge, side, max_pixels)
     # Python's round, to the even one of two neighbours, as in transformers
@@ -134,6 +139,18 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int | No
     else:
         rows, columns = fitted
     return rows, columns
+
+
+def fit_area(height: int, width: int, side: int, pixels: int) -> tuple[int, int]:
+    """As fit_size, for an image that gets as many pixels, as far as its sides are multiples of side."""
+    factor = math.sqrt(pixels / (height * width))
+    rows, columns = (math.floor(each * factor / side) for each in (height, width))
+    longest = pixels // side**2
+    if not rows:
+        rows, columns = 1, min(width // height, longest)
+    elif not columns:
+        rows, columns = min(height // width, longest), 1
+    return rows * side, columns * side
 
 
 def fit_edge(height: int, width: int, edge: int, side: int, max_pixels: int) -> tuple[int, int]:

@@ -269,6 +269,8 @@ class _Writer:
             if not isinstance(state, Divided):
                 return self.copy(node)
             parts.append((int(arg.meta["type"].shape[-1]), state))
+        if len(node.meta["type"].shape) == 3:  # of heads, of which each rank has some
+            return self._call(node, ops.join, *map(self._value, node.args), state=parts[0][1])
         return self._call(node, ops.join, *map(self._value, node.args), state=Joined(tuple(parts)))
 
     def gated(self, node: Node) -> None:
@@ -540,7 +542,7 @@ def _find_parts(user: Node, value: Node, is_wide: bool) -> tuple[Part, ...] | No
         return None
     if user.target in (ops.activate, ops.gaussian_topk, ops.xielu, ops.mul):
         return _parts(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
-    if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
+    if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp, ops.clip):
         parts = _parts(user, is_wide)
         needs_all = user.target is ops.layer_norm and all(heads is None for _, heads in parts or ())
         return None if needs_all else parts
@@ -570,7 +572,8 @@ def _is_of_linear(value: Node) -> bool:
     if call.target in (ops.add, ops.embedding, ops.rotary) or call.op == "placeholder":
         return False
     if call.target in (
-        ops.scale, ops.split, ops.split_heads, ops.merge_heads, ops.activate, ops.clamp, ops.gaussian_topk,
+        ops.scale, ops.split, ops.split_heads, ops.merge_heads, ops.activate, ops.clamp, ops.clip,
+        ops.gaussian_topk,
     ):  # fmt: skip
         return _is_of_linear(call.all_input_nodes[0])
     return True
@@ -587,7 +590,7 @@ def _divides(user: Node, value: Node) -> bool:
 def _is_by_head(value: Node) -> bool:
     """Whether a value [T, N, D] is read head by head."""
     for user in value.users:
-        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split, ops.activate, ops.mul):
+        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split, ops.join, ops.activate, ops.mul):
             is_so = all(map(_is_by_head, results_of(user)))
         elif user.target is ops.merge_heads:
             is_so = _parts(user, True) is not None
@@ -616,6 +619,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.combine: _Writer.combine,
     ops.scale: _Writer.follow,
     ops.clamp: _Writer.element_by_element,
+    ops.clip: _Writer.element_by_element,
     ops.gated_activate: _Writer.gated,
     ops.activate: _Writer.element_by_element,
     ops.gaussian_topk: _Writer.gaussian_topk,

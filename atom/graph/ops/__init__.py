@@ -49,6 +49,7 @@ from atom.graph.ops.dense import (
     add_rms_norm,
     affine,
     clamp,
+    clip,
     deviations_of,
     embedding,
     gated_activate,
@@ -93,6 +94,7 @@ from atom.graph.ops.moe import (
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
 from atom.graph.ops.vision import (
+    axis_tables,
     fold_rows,
     interpolate_table,
     mean_rows,
@@ -109,15 +111,16 @@ VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
     "add_norm_linear", "add_norm_router", "add_rms_norm", "affine", "all_gather", "all_reduce", "attend",
-    "attend_latent", "attention", "causal_conv", "causal_mask", "clamp", "collect", "combine", "deviations_of",
-    "dispatch", "embedding", "ends_of_experts", "expand_lora", "experts", "fold_rows", "gated_activate", "gated_delta",
-    "gated_delta_net", "gated_linear", "gather_tokens", "gaussian_topk", "group", "group_rms_norm", "grouped_linear",
-    "grouped_lora", "gumbel_argmax", "identity_share", "interpolate_table", "join", "layer_norm", "lightning", "linear",
-    "linear_by_head", "local_tokens", "lora", "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams",
-    "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
-    "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_mla_attention", "pair_adapters",
-    "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope",
-    "rotary", "rotary_sections", "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms",
-    "segment_attention", "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd",
-    "ssm_decay", "sum_moments", "sum_squares", "take_rows", "time_step", "weigh_inputs", "xielu",
+    "attend_latent", "attention", "axis_tables", "causal_conv", "causal_mask", "clamp", "clip", "collect", "combine",
+    "deviations_of", "dispatch", "embedding", "ends_of_experts", "expand_lora", "experts", "fold_rows",
+    "gated_activate", "gated_delta", "gated_delta_net", "gated_linear", "gather_tokens", "gaussian_topk", "group",
+    "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "interpolate_table", "join",
+    "layer_norm", "lightning", "linear", "linear_by_head", "local_tokens", "lora", "mask_rows", "match_rms",
+    "mean_rows", "merge_heads", "mix_streams", "mla_attention", "mul", "norm_linear", "norm_rope",
+    "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention",
+    "paged_mla_attention", "pair_adapters", "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter",
+    "resample_table", "rms_norm", "rope", "rotary", "rotary_sections", "router", "row_shape", "run_batch", "scale",
+    "scale_by_expert", "scale_by_rms", "segment_attention", "selective_scan", "send", "softcap", "sparse_mixer",
+    "split", "split_heads", "ssd", "ssm_decay", "sum_moments", "sum_squares", "take_rows", "time_step", "weigh_inputs",
+    "xielu",
 ]  # fmt: skip

@@ -166,6 +166,17 @@ def clamp(x: Tensor, *, limit: float) -> Tensor:
     return x.clamp(-limit, limit)
 
 
+def _clip(x: Type, low: Type, high: Type) -> Type:
+    need(low == high == Type(x.dtype, ()), f"bounds of {x} are {low} and {high}")
+    return x
+
+
+@op(_clip)
+def clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """x [...] -> [...], from low [] to high []"""
+    return x.clamp(low, high)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,

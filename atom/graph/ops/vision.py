@@ -91,6 +91,21 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows)
 
 
+def _axis_tables(tables: Type, places: Type) -> Type:
+    need(len(tables.shape) == 3 and tables.shape[0] == 2, f"a table of columns and one of rows, not {tables}")
+    need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")
+    return Type(tables.dtype, (places.shape[0], tables.shape[2]))
+
+
+@op(_axis_tables)
+def axis_tables(tables: Tensor, places: Tensor) -> Tensor:
+    """tables [2, L, H], places i64[P, 4] -> [P, H]: that of a patch's column in the first plus that of its row
+
+    In float32, rounded once.
+    """
+    return (tables[0][places[:, 1]].float() + tables[1][places[:, 0]].float()).to(tables.dtype)
+
+
 def _interpolate_table(table: Type, places: Type, *, side: int, mode: str = "bilinear") -> Type:
     need(table.shape[0] == side**2, f"a table of {side} by {side} rows, not {table}")
     need(places.dtype == "i64" and places.shape[1:] == (PLACE,), f"places are i64[P, {PLACE}], not {places}")

@@ -385,7 +385,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.grouped_lora, _load_lora),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED),
     # a view, copies of the rows of images, a reduction and a GEMM of small tensors
-    *map(_by_torch, (ops.fold_rows, ops.join, ops.take_rows, ops.mean_rows, ops.resample_table)),
+    *map(_by_torch, (ops.axis_tables, ops.clip, ops.fold_rows, ops.join, ops.take_rows, ops.mean_rows)),
+    _by_torch(ops.resample_table),
 )
 
 BACKEND = Backend(

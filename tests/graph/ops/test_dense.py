@@ -43,6 +43,9 @@ def test_softcap_keeps_what_is_small_and_bounds_what_is_large():
 def test_clamp_keeps_what_lies_within_the_limit():
     x = torch.tensor([0.25, -0.25, 3.0, -3.0])
     assert checked(ops.clamp, x, limit=0.5).tolist() == [0.25, -0.25, 0.5, -0.5]
+    assert checked(ops.clip, x, torch.tensor(-0.5), torch.tensor(0.3)).tolist() == pytest.approx(
+        [0.25, -0.25, 0.3, -0.5]
+    )
 
 
 def test_pad_adds_zeros_and_never_cuts():

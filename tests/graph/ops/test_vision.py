@@ -102,6 +102,12 @@ def test_neighbours_become_one_row_of_a_text():
     assert checked(ops.mean_rows, torch.arange(8.0).view(4, 2), rows=2).tolist() == [[1, 2], [5, 6]]
 
 
+def test_a_position_is_that_of_a_column_plus_that_of_a_row():
+    tables = torch.tensor([[[1.0], [2], [3]], [[10], [20], [30]]])
+    places = torch.tensor([[0, 0, 2, 3], [1, 2, 2, 3]])
+    assert checked(ops.axis_tables, tables, places).tolist() == [[11], [23]]
+
+
 def test_a_part_beyond_the_encoded_rows_is_refused():
     body = Graph().program("body")
     x, rows, encoded = (

@@ -190,3 +190,14 @@ def test_an_image_for_which_no_window_has_room_is_refused() -> None:
     steps.scheduler.check(ask("a", 20, picture(1, 16), 9))
     with pytest.raises(RequestError, match="more than the whole KV cache holds"):
         steps.scheduler.check(ask("a", 20, picture(1, 36), 9))
+
+
+def test_an_image_that_waits_for_a_step_of_its_own_takes_no_room_from_others() -> None:
+    steps = Steps(num_rows=100, max_patches=400, max_tokens=10, is_whole=True)
+    for number, id in enumerate("ab", 1):
+        steps.scheduler.add(ask(id, 3, picture(number, 8), max_tokens=1))
+    steps.scheduler.add(ask("c", 2, max_tokens=30))
+    assert steps.run()[0] == {"a": 3, "b": 3, "c": 2}
+    assert steps.run()[0] == {"c": 1, "a": 8}
+    assert steps.run()[0] == {"c": 1, "b": 8}
+    assert not steps.scheduler.stats.num_preemptions

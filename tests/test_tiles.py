@@ -15,6 +15,7 @@ from law import assert_greedy_tokens, assert_same_logits
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams, weights
+from atom.assemble.images import largest_grids
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, semantic_graph
 from atom.config import Config
@@ -200,6 +201,12 @@ def test_fewer_tiles_are_cut_of_an_image_that_a_step_could_not_encode(models: An
         image = reader.read_local(tiled.draw(50, 50))
         assert image.tiles == tiles and image.num_patches <= max_patches
         reader.close()
+
+
+def test_memory_is_measured_with_as_many_tiles_as_a_step_encodes(models: Any) -> None:
+    vision = load_with_images(models("InternVL")[0]).model.vision
+    assert vision is not None
+    assert largest_grids(vision, 100) == ((1, 4, 4),) * 6 and largest_grids(vision, 1) == ((1, 4, 4),)
 
 
 def test_text_around_images_needs_a_tokenizer(models: Any) -> None:

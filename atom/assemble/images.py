@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atom.config import Config
+from atom.config import Config, VisionConfig
 from atom.errors import ConfigError
 from atom.graph import BODY, VISION, Graph, Type
 from atom.graph.graph import ROPE_POSITIONS
 from atom.images.encoder_inputs import encoder_inputs
 from atom.images.rope import rope_positions
-from atom.images.types import Image
+from atom.images.types import Grid, Image
 from atom.runtime.images.encode_planner import EncodePlanner
 from atom.runtime.images.encoder import encoded_type
 from atom.runtime.images.request_images import RequestImages
@@ -64,9 +64,19 @@ def largest_encode(graph: Graph, config: Config) -> Encode | None:
     vision, num_rows = config.model.vision, count_rows(graph, config)
     if vision is None or not num_rows:
         return None
-    height = max(math.isqrt(config.serve.max_patches) // vision.merger.side, 1)
-    width = max(config.serve.max_patches // (height * vision.merger.side**2), 1)
-    num_patches = height * width * vision.merger.side**2
-    pixels = bytes(num_patches * vision.patch_size)
-    image = Image(0, pixels, ((1, height * vision.merger.side, width * vision.merger.side),), height * width)
-    return pack_encode(encoder_inputs([image], vision), np.arange(height * width, dtype=np.int32) % num_rows)
+    grids = largest_grids(vision, config.serve.max_patches)
+    num_patches = sum(frames * height * width for frames, height, width in grids)
+    num_made = num_patches // vision.merger.side**2
+    image = Image(0, bytes(num_patches * vision.patch_size), grids, num_made)
+    return pack_encode(encoder_inputs([image], vision), np.arange(num_made, dtype=np.int32) % num_rows)
+
+
+def largest_grids(vision: VisionConfig, max_patches: int) -> tuple[Grid, ...]:
+    """The grids of an image of so many patches, or slightly fewer; at least one."""
+    if vision.tiles.fit != "none":
+        side = vision.tiles.side // vision.patch
+        return ((1, side, side),) * max(max_patches // side**2, 1)
+    side = vision.merger.side
+    height = max(math.isqrt(max_patches) // side, 1)
+    width = max(max_patches // (height * side**2), 1)
+    return ((1, height * side, width * side),)

@@ -906,7 +906,7 @@ class ServeConfig:
     max_loras: int = number(8, 1, 1 << 10)  # adapters that are loaded at the same time
     max_lora_rank: int = number(16, 1, 1 << 12)  # rank of an adapter, at most; smaller ones take as much room
     image_memory: int = number(512 << 20, 1, MAX_BYTES)  # bytes a rank for encoded images, the last ones used
-    max_patches: int = number(16384, 1, 1 << 24)  # patches of images that a step encodes; larger ones are reduced
+    max_patches: int = number(18432, 1, 1 << 24)  # patches of images that a step encodes; larger ones are reduced
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)

@@ -360,11 +360,11 @@ class ChannelScaleConfig:
 class ResidualGateConfig:
     """Shares of the hidden states and of what a block gives, by channel, whose sum replaces that of both.
 
-    They are of a stored vector. abs: they add up to 1; sigmoid: their squares do; given: all of the hidden states, and
-    what a block gives times the vector (LayerScale, Touvron et al. 2021).
+    They are of a stored vector: abs add up to 1, squares of sigmoid do; given is all of the hidden states, and what a
+    block gives times the vector (LayerScale, Touvron et al. 2021).
     """
 
-    kind: str = one_of("none", "abs", "sigmoid", "given")
+    kind: str = one_of("none", "abs", "sigmoid", "given")  # what the shares are of a stored vector
     factor: float = number(1.0, 0, above=True)  # of that vector
 
 

@@ -24,7 +24,9 @@ def test_segments_of_all_images_follow_one_another() -> None:
 
 def test_each_segment_begins_with_a_class_token() -> None:
     vision = VisionConfig(channels=1, patch=1, class_token=True)
-    inputs, order = encoder_inputs([Image(1, bytes([5, 6]), ((1, 1, 2),), 2), Image(2, b"7", ((1, 1, 1),), 1)], vision)
+    inputs, order = encoder_inputs(
+        [Image(1, bytes([5, 6]), ((1, 1, 2),), 2), Image(2, bytes([7]), ((1, 1, 1),), 1)], vision
+    )
     assert inputs["starts"].tolist() == [0, 3, 5]
     assert inputs["class_rows"].tolist() == [0, -1, -1, 0, -1]
     assert inputs["patch_rows"].tolist() == [1, 2, 4]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import PIL.Image
 import pytest
 import tiled
 import torch
@@ -24,6 +26,7 @@ from atom.config.load import load
 from atom.errors import AtomError, RequestError
 from atom.graph import Mesh, interpret_ranks, ops
 from atom.images.encoder_inputs import encoder_inputs
+from atom.images.processor import is_whole
 from atom.images.reader import ImageReader
 from atom.images.types import Image, PlacedImage
 
@@ -201,6 +204,17 @@ def test_fewer_tiles_are_cut_of_an_image_that_a_step_could_not_encode(models: An
         image = reader.read_local(tiled.draw(50, 50))
         assert image.tiles == tiles and image.num_patches <= max_patches
         reader.close()
+
+
+def test_a_file_is_cut_as_its_pixels_are(models: Any, tmp_path: Path) -> None:
+    pixels, reader = tiled.draw(50, 31), ImageReader(load_with_images(models("Idefics3")[0]))
+    PIL.Image.fromarray(pixels).save(tmp_path / "photo.png")
+    image = reader.read_local(pixels)
+    assert reader.read_local(tmp_path / "photo.png") == image and len(image.grids) == 5
+    reader.close()
+    processor = reader.processor
+    for tiles in ((1, 1), (3, 2), (0, 4), (-2, -2)):
+        assert not is_whole(msgspec.structs.replace(image, tiles=tiles), processor)
 
 
 def test_memory_is_measured_with_as_many_tiles_as_a_step_encodes(models: Any) -> None:

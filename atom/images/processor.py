@@ -98,13 +98,16 @@ def with_digest(image: Image, processor: Processor) -> Image:
 
 
 def is_whole(image: Image, processor: Processor) -> bool:
-    """Whether the patches of an image are as many as its grids and rows say."""
+    """Whether the patches of an image are as many as its grids and rows say, and its grids as many as its tiles."""
     merge, patch_bytes = processor.merge, 3 * processor.frames * processor.patch**2
     are_squares = all(
         frames == 1 and rows > 0 and columns > 0 and rows % merge == columns % merge == 0
         for frames, rows, columns in image.grids
     )
-    num_patches = image.num_patches
+    num_patches, (lines, columns) = image.num_patches, image.tiles
+    num_thumbnails = len(image.grids) - lines * columns
+    if lines < 1 or columns < 1 or num_thumbnails not in ((0,) if lines * columns == 1 else (0, 1)):
+        return False
     return are_squares and num_patches == image.num_rows * merge**2 and len(image.pixels) == num_patches * patch_bytes
 
 

@@ -119,9 +119,12 @@ def test_compiled_pieces_encode_the_same(name: str, open_model: Any) -> None:
 
 
 @torch.inference_mode()
-def test_two_ranks_divide_the_heads_of_a_tower_with_a_class_token(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("heads", "heads_a_rank"), [(2, 1), (3, 3)], ids=["divided", "whole"])
+def test_two_ranks_encode_images_of_a_tower_with_a_class_token(
+    heads: int, heads_a_rank: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     text, tower, *others = tiled.FAMILIES["InternVL qwen3"]
-    monkeypatch.setitem(tiled.FAMILIES, "InternVL qwen3", (text, {**tower, "num_attention_heads": 2}, *others))
+    monkeypatch.setitem(tiled.FAMILIES, "InternVL qwen3", (text, {**tower, "num_attention_heads": heads}, *others))
     model, processor = tiled.save("InternVL qwen3", tmp_path)
     config, mesh, pixels = load_with_images(tmp_path, "parallel.tensor=2", "level=0"), Mesh(2), tiled.draw(40, 20)
     graph, checkpoint = compile_graph(config), open_for(config, SilentProgress())
@@ -130,7 +133,7 @@ def test_two_ranks_divide_the_heads_of_a_tower_with_a_class_token(tmp_path: Path
         for rank in range(2)
     ]
     (attention, *_) = (node for node in graph.programs["vision"].nodes if node.target is ops.segment_attention)
-    assert attention.meta["type"].shape[1:] == (1, 12)
+    assert attention.meta["type"].shape[1] == heads_a_rank
     reader = ImageReader(config)
     assert config.model.vision is not None
     made, _ = encoder_inputs([reader.read_local(pixels)], config.model.vision)
@@ -140,6 +143,14 @@ def test_two_ranks_divide_the_heads_of_a_tower_with_a_class_token(tmp_path: Path
     expected = model.model.get_image_features(read["pixel_values"]).pooler_output.flatten(0, 1)
     for rows in interpret_ranks([graph], "vision", [inputs] * 2, tensors, mesh):
         assert_same_logits(rows, expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_each_have_the_tower_answer_alike(open_model: Any) -> None:
+    engine, model, processor = open_model("InternVL", tensor_parallel_size=2)
+    images = [tiled.draw(*size) for size in SIZES]
+    (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)
+    assert_greedy(answer["token_ids"], tiled.read(processor, PROMPT, images), model)
 
 
 @pytest.mark.parametrize("name", ["Idefics3", "InternVL"])

@@ -52,9 +52,6 @@ def derive_vision(config: Config) -> VisionConfig | None:
     if vision.hidden % vision.heads or (vision.rope_theta and vision.hidden // vision.heads % 4):
         into = "heads of a multiple of 4 dims" if vision.rope_theta else "heads"
         raise UnsupportedError(f"{at}.hidden={vision.hidden} does not divide into {into}; heads={vision.heads}")
-    if vision.heads % config.parallel.tensor:
-        ranks = f"does not divide {vision.heads} heads of what encodes images; serve.images=false leaves it out"
-        raise UnsupportedError(f"parallel.tensor={config.parallel.tensor} {ranks}")
     if not len(vision.mean) == len(vision.std) == vision.channels or not all(vision.std):
         raise ConfigError(f"{at}: mean and std have a number for each of its {vision.channels} channels, std none of 0")
     if not all(0 <= layer < vision.layers for layer in vision.deepstack):

@@ -24,6 +24,8 @@ All this is of the ranks along `tensor`. Along `data`, ranks have tokens of thei
                                                     y = experts(rows, row_weights, row_ids, …)    # of its experts
                                                     y = reduce_scatter(y, axis="data", ranks=2)
 
+A program that encodes images is whole on each rank if its heads do not divide.
+
 If context.dispatches, `dispatch` and `collect` take the places of the two collectives. Experts in several calls, each
 of which has a norm of its own, keep their width: a rank has some of them, or all.
 """
@@ -107,9 +109,17 @@ def shard(graph: Graph, context: PassContext) -> Graph:
         return graph
     tables = {node.args[1] for name in (HEAD, DRAFT_HEAD) for node in _linears_of_logits(graph, name)}
     for name, program in graph.programs.items():
+        if any(heads % mesh.tensor for heads in _heads_of_segments(program)):
+            continue  # each rank encodes images by itself
         graph.programs[name] = _Writer(program, mesh, tables, context.dispatches).write()
         graph.num_rewrites += 1
     return graph
+
+
+def _heads_of_segments(program: Program) -> Iterator[int]:
+    """The heads of each attention to segments."""
+    calls = (node for node in program.nodes if node.target is ops.segment_attention)
+    return (int(node.meta["type"].shape[1]) for node in calls)
 
 
 def _linears_of_logits(graph: Graph, program: str) -> Iterator[Node]:

@@ -229,11 +229,12 @@ def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):
         names, types = file.spec.get("architectures", ()), file.spec.get("model_types") or ()
         chooses = any(counts[name] > 1 or name.endswith(SHARED) for name in names)
         markers = stated(file, "reasoning")
+        has_images = any(name.endswith(SHARED) for name in names)
         cells = (
             ", ".join(f"`{name}`" for name in sorted(names, key=str.lower)),
             f"`{file.name}`",
             ", ".join(f"`{each}`" for each in types if chooses),
-            "read" if has_tower(file) else "text half" if any(name.endswith(SHARED) for name in names) else "",
+            ("read" if has_tower(file) else "text half") if has_images else "",
             "MTP" if stated(file, "mtp_layers") else "",
             f"`{found}`" if (found := file.states("gguf.architecture")) else "",
             f"`{found}`" if (found := stated(file, "tool_calls")) else "",

@@ -113,7 +113,7 @@ model.per_layer_input: dims vocab activation
 model.streams: kind num
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm area normalizes patch_order table_length v_norm scale after_norms clips
 model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale
-model.vision.tiles: fit side edge min max
+model.vision.tiles: fit side edge min max over
 model.vision.text: start tile tile_line thumbnail whole line end
 model.vision.merger: side pool scale standardize norm norm_kind norm_eps fold fold_bias mlp width bias activation
 model.sections.0: layers loops name norm adds_input own_state
@@ -357,6 +357,7 @@ def test_the_groups_jobs_and_commands():
             "glm_ocr",
             "moonvit",
             "internvl",
+            "lfm2_vl",
         },
         "parallel": set(
             [

@@ -445,6 +445,7 @@ class TilesConfig:
     edge: int = number(1, 1, 1 << 12)  # pixels that the longer side of an image is resized to, for fit=edge
     min: int = number(1, 1, 1 << 10)  # tiles, for fit=ratio: of the numbers of columns and rows nearest to the image's
     max: int | None = number(None, 1, 1 << 10)  # tiles without the thumbnail; null: any number; 1: it is not cut
+    over: int | None = number(None, 1, INT32)  # pixels over which an image is cut; thumbnails have its ratio; null: 0
 
 
 @dataclass
@@ -503,14 +504,14 @@ class VisionConfig:
     row_token: int | None = number(None, 0, INT32)  # id of what stands for a row where all are written; null: token
     tiles: TilesConfig = field(default_factory=TilesConfig)
     text: ImageTextConfig = field(default_factory=ImageTextConfig)
-    patch_order: str = one_of("channels_first", "channels_last")  # of the columns of the linear that embeds a patch
+    patch_order: str = one_of("channel", "pixel")  # of a stored patch: channel by channel, or pixel by pixel
     patch_bias: bool = True  # on the linear that embeds a patch
     patch_norm: bool = False  # embedded patches are normed ahead of the layers
     final_norm: bool = False  # patches are normed after the layers, besides the norm of the merger
     class_token: bool = False  # each segment begins with a learned state, which becomes no row
     table_length: int | None = number(None, 1, 1 << 20)  # of a table of columns and one of rows; null: none
     table_side: int | None = number(None, 1, 1 << 12)  # of a square of learned positions, interpolated; null: none
-    table_mode: str = one_of("bilinear", "bicubic")  # bilinear: corners are those of an image; bicubic: edges are
+    table_mode: str = one_of("bilinear", "bicubic", "antialias")  # bilinear: corners are those of an image; else edges
     hidden: int = number(0, 0, INT32)  # size of a patch's hidden state
     layers: int = number(0, 0, MAX_LAYERS)  # of the tower
     layer_types: list[str] | None = None  # full_attention: to the image, sliding_attention: to a window; null: all full

@@ -115,7 +115,7 @@ def check_tiles(config: Config, vision: VisionConfig) -> None:
     if not num or num % vision.merger.side:
         squares = f"no squares of {vision.merger.side}"
         raise UnsupportedError(f"{at}.side={tiles.side}: {num} patches make {squares}")
-    if vision.table_side not in (None, num):
+    if vision.table_side not in (None, num) and vision.table_mode == "bilinear":
         raise UnsupportedError(f"{at}.side={tiles.side}: {num} patches, the tower has learned {vision.table_side}")
     size = config.hf.get("image_processor", {}).get("size")
     known = {"longest_edge": tiles.edge} if tiles.fit == "edge" else {"height": tiles.side, "width": tiles.side}
@@ -135,9 +135,12 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "rescale_factor": 1 / 255,
         "resample": RESAMPLE[vision.resample],
         "patch_size": vision.patch,
+        "encoder_patch_size": vision.patch,
         "temporal_patch_size": vision.frames,
         "merge_size": vision.merger.side,
         "pooling_kernel_size": vision.merger.side,
+        "downsample_factor": vision.merger.side,
+        "use_thumbnail": True,
         "spatial_merge_size": vision.merger.side,
     }
     stored = config.hf.get("image_processor", {}) | config.hf.get("processor", {})  # these are handed to the former

@@ -119,13 +119,7 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     """patches u8[P, F] -> [P, H], with learned positions if there are any"""
     scaled: dict[str, Any] = {name: [LEVELS * each for each in getattr(vision, name)] for name in ("mean", "std")}
     pixels = writer.call(ops.normalize_pixels, patches, **scaled, dtype=writer.dtype, name="pixels")
-    if vision.patch_order == "channels_last":
-        stored = writer.matrix("patch", (vision.hidden, vision.patch_size))
-        own = (Slice(stored, channel, vision.patch_size, 1, vision.channels) for channel in range(vision.channels))
-        bias = [writer.weight("patch", (vision.hidden,), None, "bias")] if vision.patch_bias else []
-        x = writer.multiply(pixels, Cat(tuple(own), 1), *bias, role="patch", layer=None)
-    else:
-        x = writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
+    x = embed_pixels(writer, vision, pixels)
     if vision.patch_norm:
         x = writer.norm(x, "patch_norm")
     if vision.table_length is not None:
@@ -140,8 +134,11 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     else:
         stored = writer.weight("positions", shape)
     table = narrow(stored, num_class, shape[0])
-    mode = {} if vision.table_mode == "bilinear" else {"mode": vision.table_mode}
-    learned = writer.call(ops.interpolate_table, table, places, side=side, **mode, name="p")
+    if vision.table_mode == "antialias":
+        learned = writer.call(ops.resample_table, table, places, side=side, name="p")
+    else:
+        mode = {} if vision.table_mode == "bilinear" else {"mode": vision.table_mode}
+        learned = writer.call(ops.interpolate_table, table, places, side=side, **mode, name="p")
     x = writer.call(ops.add, x, learned, name="x")
     return put_class(writer, vision, x, narrow(stored, 0, 1))
 
@@ -157,6 +154,17 @@ def put_class(writer: Writer, vision: VisionConfig, x: Node, position: Recipe | 
     state = W(writer.name("class"), Type(writer.dtype, (1, vision.hidden)))
     x = writer.call(ops.place_rows, x, rows, state, name="x")
     return x if position is None else writer.call(ops.place_rows, x, rows, position, adds=True, name="x")
+
+
+def embed_pixels(writer: Writer, vision: VisionConfig, pixels: Node) -> Node:
+    """pixels [P, F], channel by channel -> [P, H], by a linear, whose columns may be stored pixel by pixel"""
+    if vision.patch_order == "channel":
+        return writer.linear(pixels, "patch", vision.hidden, vision.patch_bias)
+    stored = writer.matrix("patch", (vision.hidden, vision.patch_size))
+    channels = [Slice(stored, channel, vision.patch_size, 1, vision.channels) for channel in range(vision.channels)]
+    bias = [writer.weight("patch", (vision.hidden,), part="bias")] if vision.patch_bias else []
+    embedded: Node = writer.multiply(pixels, Cat(tuple(channels), 1), *bias, role="patch", layer=None)
+    return embedded
 
 
 def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:

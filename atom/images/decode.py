@@ -22,7 +22,7 @@ import msgspec
 
 from atom.errors import RequestError
 from atom.images.decode_process import BODY, HEAD, TASK, Order
-from atom.images.processor import Processor, import_pillow, is_whole, with_digest
+from atom.images.processor import NO_LIMIT, Processor, import_pillow, is_whole, with_digest
 from atom.images.types import Image
 from atom.process.child_process import end, start_python
 
@@ -51,13 +51,13 @@ class Decoder:
         for worker in self._workers:
             self._idle.put(worker)
 
-    def read(self, data: bytes, processor: Processor, limit: int | None = None) -> Image:
+    def read(self, data: bytes, processor: Processor, limit: int = NO_LIMIT) -> Image:
         """The patches of a PNG, JPEG, WebP or GIF, of which the first frame.
 
         It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong, also
         once this is closed.
 
-        limit: pixels that it is reduced to, in place of the processor's if it is lower
+        limit: pixels that it is reduced to, a further limit than the processor's
         """
         order = msgspec.msgpack.encode(Order(self.max_pixels, processor, limit))
         worker = self._idle.get()

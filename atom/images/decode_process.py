@@ -31,7 +31,7 @@ class Order(NamedTuple):
 
     max_pixels: int  # that it may have
     processor: Processor
-    limit: int | None  # pixels of what is made of it, in place of the processor's if it is lower
+    limit: int  # pixels of what is made of it, a further limit than the processor's
 
 
 def main() -> None:

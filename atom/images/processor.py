@@ -23,6 +23,7 @@ from atom.errors import ConfigError, RequestError
 from atom.images.tiles import Pixels, cut_tiles
 from atom.images.types import DIGEST_MASK, Image
 
+NO_LIMIT = 1 << 62  # of pixels
 MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
 
 
@@ -65,29 +66,46 @@ def processor_of(vision: VisionConfig) -> Processor:
     )
 
 
-def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int | None = None) -> Image:
+def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int = NO_LIMIT) -> Image:
     """Make what the encoder takes of an image u8[height, width, 3]. RequestError if its sides differ too much.
 
-    max_pixels: a further limit than the processor's
+    max_pixels: of all tiles, a further limit than the processor's
     """
     return with_digest(make_patches(pixels, processor, max_pixels), processor)
 
 
-def make_patches(pixels: Pixels, processor: Processor, max_pixels: int | None = None) -> Image:
+def make_patches(pixels: Pixels, processor: Processor, max_pixels: int = NO_LIMIT) -> Image:
     """As prepare, without a digest."""
-    scale, tiles = functools.partial(resize, resample=processor.resample), (1, 1)
-    if processor.tiles.fit == "none":
-        limit = None if max_pixels is None else max(max_pixels, processor.side**2)
-        size = fit_size(pixels.shape[0], pixels.shape[1], processor, limit)
-        pieces = [fill(scale(pixels, *size), processor.side)]
+    scale = functools.partial(resize, resample=processor.resample)
+    height, width, limit = *pixels.shape[:2], max(max_pixels, processor.side**2)
+    num_tiles = count_room(height, width, processor, limit)
+    if num_tiles:
+        side = processor.tiles.side
+        small = (side, side) if processor.tiles.over is None else fit_size(height, width, processor, limit)
+        pieces, tiles = cut_tiles(pixels, processor.tiles, num_tiles, scale, small)
     else:
-        limit = min(max_pixels or processor.max_pixels, processor.max_pixels)
-        kept = processor.tiles.side // processor.patch * processor.patch  # pixels of a tile's side that are encoded
-        pieces, tiles = cut_tiles(pixels, processor.tiles, limit // kept**2, scale)
+        pieces, tiles = [fill(scale(pixels, *fit_size(height, width, processor, limit)), processor.side)], (1, 1)
     grids = tuple((1, *(size // processor.patch for size in piece.shape[:2])) for piece in pieces)
     content = b"".join(cut(piece, processor).tobytes() for piece in pieces)
     num_rows = sum(height * width for _, height, width in grids) // processor.merge**2
     return Image(0, content, grids, num_rows, tiles)
+
+
+def count_room(height: int, width: int, processor: Processor, max_pixels: int) -> int:
+    """How many tiles besides a thumbnail an image may be cut into; 0: it is not, and keeps the ratio of its sides.
+
+    Of a processor with `tiles.over`, an image that has no more pixels, rounded to whole rows, is not cut, and one that
+    has keeps its ratio as the thumbnail, as `Lfm2VlImageProcessor` has it. Others cut all images, maybe into one tile.
+    """
+    tiles, side = processor.tiles, processor.side
+    if tiles.fit == "none":
+        return 0
+    kept = tiles.side // processor.patch * processor.patch  # pixels of a tile's side that are encoded
+    if tiles.over is None:
+        return max(max_pixels // kept**2 - 1, 1)
+    rows, columns = (max(round(each / side) * side, processor.patch) for each in (height, width))
+    room = (max_pixels - math.prod(fit_size(height, width, processor, max_pixels))) // kept**2
+    return room if rows * columns > tiles.over and tiles.max != 1 and room >= tiles.min else 0
 
 
 def with_digest(image: Image, processor: Processor) -> Image:
@@ -111,7 +129,7 @@ def is_whole(image: Image, processor: Processor) -> bool:
     return are_squares and num_patches == image.num_rows * merge**2 and len(image.pixels) == num_patches * patch_bytes
 
 
-def fit_size(height: int, width: int, processor: Processor, max_pixels: int | None = None) -> tuple[int, int]:
+def fit_size(height: int, width: int, processor: Processor, max_pixels: int = NO_LIMIT) -> tuple[int, int]:
     """The height and width to which an image is resized: multiples of the side, unless it is filled up to them.
 
     RequestError if one side is more than MAX_RATIO times the other.
@@ -126,13 +144,14 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int | No
         raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
     if processor.max_edge is not None and processor.pad:
         return fit_inside(height, width, processor, processor.max_edge, max_pixels)
-    max_pixels = max(min(max_pixels or processor.max_pixels, processor.max_pixels), side**2)
+    max_pixels = max(min(max_pixels, processor.max_pixels), side**2)
     if processor.area is not None:
         return fit_area(height, width, side, min(processor.area * processor.patch**2, max_pixels))
     if processor.max_edge is not None:
         return fit_edge(height, width, processor.max_edge, side, max_pixels)
     # Python's round, to the even one of two neighbours, as in transformers
-    fitted = round(height / side) * side, round(width / side) * side
+    least = 0 if processor.tiles.over is None else 1  # rows and columns, at first
+    fitted = max(round(height / side), least) * side, max(round(width / side), least) * side
     if fitted[0] * fitted[1] > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         rows, columns = (max(side, math.floor(each / shrink / side) * side) for each in (height, width))
@@ -168,7 +187,7 @@ def fit_edge(height: int, width: int, edge: int, side: int, max_pixels: int) -> 
     return rows * side, columns * side
 
 
-def fit_inside(height: int, width: int, processor: Processor, edge: int, max_pixels: int | None) -> tuple[int, int]:
+def fit_inside(height: int, width: int, processor: Processor, edge: int, max_pixels: int) -> tuple[int, int]:
     """As fit_size, for an image that is filled up to whole squares, as `navit_resize` of transformers' Kimi_K25.
 
     max_pixels: of whole squares; the processor's are of whole patches of the image ahead
@@ -177,7 +196,7 @@ def fit_inside(height: int, width: int, processor: Processor, edge: int, max_pix
     num_patches = max(1, height // patch) * max(1, width // patch)
     scale = min(1.0, math.sqrt(processor.max_pixels // patch**2 / num_patches), edge / height, edge / width)
     rows, columns = (min(max(1, int(each * scale)), edge) for each in (height, width))
-    most = math.inf if max_pixels is None else max_pixels // side**2
+    most = max_pixels // side**2
     while (squares := math.ceil(rows / side) * math.ceil(columns / side)) > most:
         rows, columns = (max(1, math.ceil(each * math.sqrt(most / squares)) - 1) for each in (rows, columns))
     return rows, columns

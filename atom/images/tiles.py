@@ -1,8 +1,8 @@
 """Cut an image into tiles of one size, with a thumbnail of it all.
 
-    pieces, (lines, columns) = cut_tiles(pixels, tiles, max_pieces, resize)
+    pieces, (lines, columns) = cut_tiles(pixels, tiles, max_tiles, resize, thumbnail=(448, 448))
 
-As `Idefics3ImageProcessorPil` does (fit=edge), or `GotOcr2ImageProcessorPil` (fit=ratio).
+As `Idefics3ImageProcessorPil` does (fit=edge), or `GotOcr2ImageProcessorPil` and `Lfm2VlImageProcessor` (fit=ratio).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Resize = Callable[[Pixels, int, int], Pixels]  # to a height and width
 
 
 def cut_tiles(
-    pixels: Pixels, tiles: TilesConfig, max_pieces: int, resize: Resize
+    pixels: Pixels, tiles: TilesConfig, max_tiles: int, resize: Resize, thumbnail: tuple[int, int]
 ) -> tuple[list[Pixels], tuple[int, int]]:
     """The pieces u8[side, side, 3] of an image u8[height, width, 3], and the numbers of lines and columns of tiles.
 
-    max_pieces: tiles and thumbnail; an image that would have more is cut into fewer tiles
+    max_tiles: without the thumbnail; an image that would have more is cut into fewer
+    thumbnail: its height and width
     """
-    max_tiles = max(max_pieces - 1, 1)
     max_tiles = max_tiles if tiles.max is None else min(max_tiles, tiles.max)
     height, width, side = *pixels.shape[:2], tiles.side
     if tiles.fit == "edge":
@@ -44,7 +44,7 @@ def cut_tiles(
         for left in range(0, columns * side, side)
     ]
     if len(pieces) > 1:
-        pieces.append(resize(canvas if tiles.fit == "edge" else pixels, side, side))
+        pieces.append(resize(canvas if tiles.fit == "edge" else pixels, *thumbnail))
     return pieces, (lines, columns)
 
 

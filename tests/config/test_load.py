@@ -631,6 +631,20 @@ def test_mistrals_window_is_every_layers(write: Write, value: int | None, window
     assert (attention.window, attention.window_from, attention.bias) == (window, 0, False)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_llava_may_leave_out_defaults_of_its_text(write: Write, kind: str):
+    fields = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": kind.lower()}}
+    model = load([f"checkpoint={write(**dict.fromkeys(TINY, ...) | fields)}"]).model
+    expected = getattr(transformers, f"{kind}Config")()
+    assert (model.hidden, model.layers, model.vocab) == (
+        expected.hidden_size,
+        expected.num_hidden_layers,
+        expected.vocab_size,
+    )
+    heads, kv_heads = model.attention.heads, model.attention.kv_heads
+    assert (heads, kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+
+
 def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
     fields = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 8}
     reference = transformers.Exaone4Config(num_hidden_layers=7, sliding_window=8, sliding_window_pattern=3)

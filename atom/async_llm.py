@@ -101,7 +101,7 @@ class AsyncLLMEngine:
         params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
         found = prompt_of(prompt)
         place = partial(place_prompt, found, self._images, self._engine.vocabulary)
-        content, images = await asyncio.to_thread(place) if found.images else (found.content, ())
+        content, images = await asyncio.to_thread(place) if found.has_images else (found.content, ())
         options = RequestOptions(salt=found.salt, priority=priority, adapter=adapter, images=images)
         async with self._request(content, params, options, request_id) as request:
             async for output in request.outputs():

@@ -3,6 +3,7 @@
 prompts_of("Hello")                                              # [SaltedPrompt("Hello")]
 prompts_of([{"prompt_token_ids": [1, 2], "cache_salt": "me"}])   # [SaltedPrompt([1, 2], b"me")]
 prompts_of({"prompt": "<image>What is it?", "multi_modal_data": {"image": "photo.jpg"}})
+prompts_of({"prompt": "<video>What happens?", "multi_modal_data": {"video": (["0.jpg", "1.jpg"], {"fps": 2})}})
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
 from atom.images.reader import ImageReader
 from atom.images.types import PlacedImage
+from atom.images.videos import FPS, Video
 from atom.pair_prompts import PairTemplate
 from atom.runtime.requests.vocabulary import Vocabulary
 
@@ -22,8 +24,18 @@ Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 SALT_KEY = "cache_salt"  # a text: prompts of different salts share no cached prefix
 IMAGES_KEY = "multi_modal_data"  # {"image": one or a list}: of Pillow, an array u8[h, w, 3], a path, or a URL
+VIDEO_KEY = "video"  # in it, one or a list: a list of images, an array u8[frames, h, w, 3], or a pair with FPS_KEY
+FPS_KEY = "fps"  # in a pair's {"fps": 2.0}: frames a second
 KEYS = (*PROMPT_KEYS, SALT_KEY, IMAGES_KEY)
 IMAGE_PARTS = ("image_url", "image_pil", "image")  # types of parts, and of the field that has the image
+VIDEO_PART = "video"  # type of a part, and of the field that has the frames
+
+
+class GivenVideo(NamedTuple):
+    """A video of a prompt."""
+
+    frames: List[Any]  # as images are given
+    fps: float | None  # frames a second; None: nothing says it
 
 
 class SaltedPrompt(NamedTuple):
@@ -32,6 +44,11 @@ class SaltedPrompt(NamedTuple):
     content: Any  # a text or token ids, checked by the engine
     salt: bytes = b""  # of prefix caches
     images: tuple[Any, ...] = ()  # as they were given
+    videos: tuple[GivenVideo, ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images or self.videos)
 
 
 def is_message(given: Any) -> bool:
@@ -73,22 +90,26 @@ def encode_conversations(
 def encode_conversation(
     tokenizer: Tokenizer, messages: Any, is_continued: bool = False, values: Mapping[str, Any] | None = None
 ) -> Prompt:
-    """The prompt of one conversation; the template gets {"type": "image"} for each of its images.
+    """The prompt of one conversation; the template gets {"type": "image"} for each of its images, and so of videos.
 
     values: variables of the template
     """
-    images, shown, plain = list[Any](), list[dict[str, Any]](), list[Any]()
+    images, videos, shown, plain = list[Any](), list[Any](), list[dict[str, Any]](), list[Any]()
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            message = message | {"content": [take_image(part, images) for part in content]}
+            message = message | {"content": [take_video(take_image(part, images), videos) for part in content]}
         plain.append(message)
     _, tokens = tokenizer.prepare_chat(plain, is_continued=is_continued, shown=shown.extend, **(values or {}))
-    if not images:
+    if not (images or videos):
         return tokens
     contents = [message["content"] for message in shown if isinstance(message.get("content"), list)]
-    places = [part["place"] for content in contents for part in content if part.get("type") == "image"]
-    return {"prompt_token_ids": tokens, IMAGES_KEY: {"image": [images[place] for place in places]}}
+    parts = [part for content in contents for part in content]
+    given = {
+        kind: [found[part["place"]] for part in parts if part.get("type") == kind]
+        for kind, found in (("image", images), (VIDEO_KEY, videos))
+    }
+    return {"prompt_token_ids": tokens, IMAGES_KEY: given}
 
 
 def take_image(part: Any, images: list[Any]) -> Any:
@@ -101,19 +122,35 @@ def take_image(part: Any, images: list[Any]) -> Any:
     return {"type": "image", "place": len(images) - 1}
 
 
+def take_video(part: Any, videos: list[Any]) -> Any:
+    """As `take_image`, of a video, whose part may have FPS_KEY."""
+    if not isinstance(part, Mapping) or part.get("type") != VIDEO_PART:
+        return part
+    rate = {} if part.get(FPS_KEY) is None else {FPS_KEY: part[FPS_KEY]}
+    videos.append((part.get(VIDEO_PART), rate))
+    return {"type": "video", "place": len(videos) - 1}
+
+
 def place_prompt(
     prompt: SaltedPrompt, reader: ImageReader | None, vocabulary: Vocabulary
 ) -> tuple[Any, tuple[PlacedImage, ...]]:
     """What an engine takes of a prompt: its content, and its images. RequestError if they cannot be read.
 
     reader: of the model; None: it reads no images
+    tokenizer: of texts in videos
     """
-    if not prompt.images:
+    if not prompt.has_images:
         return prompt.content, ()
     if reader is None:
         raise RequestError("multi_modal_data: this model reads no images; a model with a tower needs serve.images=true")
     images = [reader.read_local(each) for each in prompt.images]
-    return reader.place(vocabulary.tokenize(prompt.content), images, vocabulary.tokenizer)
+    videos = [read_video(reader, each) for each in prompt.videos]
+    return reader.place(vocabulary.tokenize(prompt.content), images, vocabulary.tokenizer, videos)
+
+
+def read_video(reader: ImageReader, video: GivenVideo) -> Video:
+    frames = [reader.read_local_frame(each, len(video.frames)) for each in video.frames]
+    return reader.make_video(frames, FPS if video.fps is None else video.fps)
 
 
 def scored_prompts(
@@ -170,7 +207,7 @@ def prompts_of(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
 def pooled_prompts(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
     """The prompts of embeddings, labels and scores. RequestError as `prompts_of`, and for images."""
     prompts = prompts_of(given)
-    if any(each.images for each in prompts):
+    if any(each.has_images for each in prompts):
         raise RequestError(f"{IMAGES_KEY}: embeddings, labels and scores are of text only; leave it out")
     return prompts
 
@@ -191,15 +228,41 @@ def prompt_of(given: Any) -> SaltedPrompt:
     salt = given.get(SALT_KEY)
     if not (salt is None or (isinstance(salt, str) and salt)):
         raise RequestError(f"{SALT_KEY} is {salt!r}; give a text that is not empty, or leave it out")
-    return SaltedPrompt(contents[0], (salt or "").encode(), images_of(given.get(IMAGES_KEY)))
+    return SaltedPrompt(contents[0], (salt or "").encode(), *images_of(given.get(IMAGES_KEY)))
 
 
-def images_of(given: Any) -> tuple[Any, ...]:
-    """The images of multi_modal_data. RequestError if it has anything else."""
-    if given is None or given == {}:
-        return ()
-    if not isinstance(given, Mapping) or (wrong := [key for key in given if key != "image"]):
+def images_of(given: Any) -> tuple[tuple[Any, ...], tuple[GivenVideo, ...]]:
+    """The images and videos of multi_modal_data. RequestError if it has anything else."""
+    if given is None:
+        return (), ()
+    if not isinstance(given, Mapping) or (wrong := [key for key in given if key not in ("image", VIDEO_KEY)]):
         found = repr(wrong[0]) if isinstance(given, Mapping) else repr(given)
         raise RequestError(f"{IMAGES_KEY} has {found:.100}; give {{'image': one or a list}}")
-    found = given["image"]
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    found = given.get("image", ())
+    images = tuple(found) if isinstance(found, list | tuple) else (found,)
+    return images, videos_of(given.get(VIDEO_KEY, ()))
+
+
+def videos_of(given: Any) -> tuple[GivenVideo, ...]:
+    """Read a video, or a list of some. RequestError if frames are none."""
+    is_one = not isinstance(given, list | tuple) or (given and not is_frames(given[0])) or is_pair(given)
+    return tuple(map(video_of, [given] if is_one else given))
+
+
+def video_of(given: Any) -> GivenVideo:
+    frames, more = given if is_pair(given) else (given, {})
+    if not is_frames(frames):
+        kind = type(frames).__name__
+        raise RequestError(f"a video is a list of images, an array u8[frames, h, w, 3], or a pair, not {kind}")
+    if wrong := [key for key in more if key != FPS_KEY]:
+        raise RequestError(f"a video has {wrong[0]!r:.100}; only {FPS_KEY} is known")
+    return GivenVideo(list(frames), more.get(FPS_KEY))
+
+
+def is_frames(given: Any) -> bool:
+    """Whether it is several frames: a list, or an array of four dims."""
+    return isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
+
+
+def is_pair(given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)

@@ -13,6 +13,7 @@ import gguf_files
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 import vision
 from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
 from law import assert_same_logits
@@ -29,6 +30,7 @@ from atom.images.reader import ImageReader
 from atom.runtime.types import RequestOptions
 
 __all__ = ["models"]
+VIDEO = 8  # the token of a row of a video
 
 
 @pytest.fixture
@@ -56,6 +58,20 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     (sequence,) = answer(engine, prompt)
     assert_greedy(sequence, prompt, model)
     assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
+
+
+@pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5"])
+def test_frames_of_a_video_are_images_with_texts_between(name: str, open_model: Any) -> None:
+    """Patches of two frames each, as transformers has them of a video, whose tokens are others."""
+    engine, model = open_model(name, max_num_batched_tokens=9)
+    prompt = make(model, ((1, 4, 6), (1, 4, 6), (1, 4, 6)))
+    tokens = torch.tensor([[VIDEO if token == vision.IMAGE else token for token in prompt.tokens]])
+    with torch.inference_mode():
+        made = model(
+            tokens, pixel_values_videos=vision.pixels_of(model, prompt), video_grid_thw=torch.tensor([[3, 4, 6]]),
+            mm_token_type_ids=(tokens == VIDEO) * 2, use_cache=False,
+        )  # fmt: skip
+    assert_same_logits(logits_of(engine, *place(prompt)), made.logits[0])
 
 
 def test_batches_with_images_and_without(open_model: Any) -> None:

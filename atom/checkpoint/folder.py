@@ -29,6 +29,7 @@ from atom.errors import CheckpointError, UnsupportedError
 MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"  # older than a video_processor in processor_config.json
 OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with one for its text; the head is outside that model
 THINKER = "thinker_config"  # object in config.json with the fields of a whole model, of one that also speaks
 TEXT_CONFIGS = ("text_config", "llm_config")  # objects in config.json with the fields of a whole model's text
@@ -143,14 +144,19 @@ def read_processors(folder: Path) -> dict[str, Any]:
     """What a folder says of how images become patches, and what they have in a prompt, as entries for the config.
 
     {"image_processor": {"patch_size": 14, ...}, "processor": {"image_break_token": "[IMG_BREAK]", ...}}; {} if nothing.
+    Of videos, it is a video_processor.
     """
     made: dict[str, Any] = {}
+    if (folder / VIDEO_PROCESSOR).is_file():
+        made["video_processor"] = read_json(folder / VIDEO_PROCESSOR)
     for name in ("processor_config.json", "preprocessor_config.json"):  # newer, older
         if (folder / name).is_file():
             found = read_json(folder / name)
             own = found.get("image_processor", {} if name.startswith("processor") else found)
             if name.startswith("processor"):
                 made["processor"] = {key: each for key, each in found.items() if not isinstance(each, dict)}
+                if isinstance(video := found.get("video_processor"), dict):
+                    made["video_processor"] = video
             if isinstance(own, dict) and own:
                 return made | {"image_processor": own}
     return made

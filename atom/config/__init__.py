@@ -35,6 +35,7 @@ from atom.config.schema import (
     ServeConfig,
     ShortConvConfig,
     TilesConfig,
+    VideoConfig,
     VisionConfig,
 )
 
@@ -67,5 +68,6 @@ __all__ = [
     "ServeConfig",
     "ShortConvConfig",
     "TilesConfig",
+    "VideoConfig",
     "VisionConfig",
 ]

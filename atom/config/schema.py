@@ -481,6 +481,16 @@ class MergerConfig:
 
 
 @dataclass
+class VideoConfig:
+    """How a video comes in a prompt: the frames of a patch as an image, in a text that says when they are."""
+
+    token: int | None = number(None, 0, INT32)  # id of what stands for a video in a prompt; null: it takes none
+    text: str = "{rows}"  # by image, in place of the token and the marks around it; {seconds}: its time
+    min_pixels: int = number(131072, 1, INT32)  # of all frames, which are enlarged to them
+    max_pixels: int = number(786432, 1, INT32)  # to which they are reduced
+
+
+@dataclass
 class VisionConfig:
     """A vision transformer: the patches of images become rows, each of which a token of the body takes."""
 
@@ -535,6 +545,7 @@ class VisionConfig:
     activation: str = one_of("gelu", "gelu_tanh", "silu", "quick_gelu")  # of the mlp
     merger: MergerConfig = field(default_factory=MergerConfig)
     out: int | None = number(None, 1, INT32)  # size of a row; null: the body's hidden
+    video: VideoConfig | None = None  # null: it takes no videos
     deepstack: list[int] = field(default_factory=list)  # layers whose outputs become parts of a row, too
     bidirectional: list[str] = field(default_factory=list)  # types of the body's layers where an image's tokens see all
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint

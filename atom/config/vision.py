@@ -73,6 +73,7 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.pad=true is of images whose sides are reduced to {at}.max_edge; set that, too")
     check_assumed(config, vision.assumes)
     check_bidirectional(config.model, vision)
+    check_video(vision)
     check_sections(config)
     check_tiles(config, vision)
     check_processor(config, vision)
@@ -93,6 +94,19 @@ def check_bidirectional(model: ModelConfig, vision: VisionConfig) -> None:
                     f"model.vision.bidirectional: {kind} has attention of kind {each.kind}, alibi={each.alibi} "
                     "(supported: gqa, without)"
                 )
+
+
+def check_video(vision: VisionConfig) -> None:
+    """Check the text of a video's images."""
+    if vision.video is None:
+        return
+    try:
+        has_rows = vision.video.text.format(rows="\0", seconds=0.0).count("\0") == 1
+    except (ValueError, LookupError):
+        has_rows = False
+    if not has_rows:
+        text = vision.video.text
+        raise ConfigError(f"model.vision.video.text={text}: write {{rows}} once, and maybe {{seconds:.1f}}")
 
 
 def check_sections(config: Config) -> None:
@@ -126,7 +140,7 @@ def check_tiles(config: Config, vision: VisionConfig) -> None:
 
 
 def check_processor(config: Config, vision: VisionConfig) -> None:
-    """Check that the checkpoint's image processor does what ours does, with the tower's numbers."""
+    """Check that the checkpoint's image and video processors do what ours do, with the tower's numbers."""
     ours = {
         "do_resize": True,
         "do_rescale": True,
@@ -143,11 +157,14 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "use_thumbnail": True,
         "spatial_merge_size": vision.merger.side,
     }
+    of_video = ours | {"image_mean": vision.mean, "image_std": vision.std}  # one op normalizes pixels of both
     stored = config.hf.get("image_processor", {}) | config.hf.get("processor", {})  # these are handed to the former
-    for key, value in ours.items():
-        if (found := stored.get(key)) not in (None, value, {"height": value, "width": value}):
-            at = f"{config.checkpoint}: {key}={found} of its image processor"
-            raise UnsupportedError(f"{at} is not supported (supported: {value})")
+    video = config.hf.get("video_processor", {}) if vision.video is not None else {}
+    for kind, given, known in (("image", stored, ours), ("video", video, of_video)):
+        for key, value in known.items():
+            if (found := given.get(key)) not in (None, value, {"height": value, "width": value}):
+                at = f"{config.checkpoint}: {key}={found} of its {kind} processor"
+                raise UnsupportedError(f"{at} is not supported (supported: {value})")
     edge = "max_height" if vision.pad else "longest_edge"
     if vision.max_edge is not None and edge not in (size := stored.get("size") or {edge: 0}):
         at = f"{config.checkpoint}: size={size} of its image processor"

@@ -43,11 +43,17 @@ class Processor(NamedTuple):
     tiles: TilesConfig = TilesConfig()  # that an image is cut into
     area: int | None = None  # patches to which every image is resized, or a few less
     own_row_token: int | None = None  # id of the token that stands for a row in a prompt; None: token
+    num_frames: int = 1  # of a video; the limits are of the pixels of all of them
 
     @property
     def row_token(self) -> int:
         """The id of the token that stands for each row of an image."""
         return self.token if self.own_row_token is None else self.own_row_token
+
+    @property
+    def counted_frames(self) -> int:
+        """The frames of a video, rounded to whole patches."""
+        return 1 if self.num_frames == 1 else round(self.num_frames / self.frames) * self.frames
 
     @property
     def side(self) -> int:
@@ -108,9 +114,12 @@ def count_room(height: int, width: int, processor: Processor, max_pixels: int) -
     return room if rows * columns > tiles.over and tiles.max != 1 and room >= tiles.min else 0
 
 
-def with_digest(image: Image, processor: Processor) -> Image:
-    """An image with 62 bits of SHA-256, so that nobody can make one that is taken for one of somebody else."""
-    made = hashlib.sha256(repr((image.grids, processor[:3])).encode())
+def with_digest(image: Image, processor: Processor, kind: str = "image") -> Image:
+    """An image with 62 bits of SHA-256, so that nobody can make one that is taken for one of somebody else.
+
+    kind: of which equal patches are equal images
+    """
+    made = hashlib.sha256(repr((image.grids, processor[:3], kind)).encode())
     made.update(image.pixels)
     return msgspec.structs.replace(image, digest=int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK)
 
@@ -134,9 +143,9 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int = NO
 
     RequestError if one side is more than MAX_RATIO times the other.
 
-    max_pixels: a further limit than the processor's
+    max_pixels: a further limit than the processor's, of one frame
     """
-    side = processor.side
+    side, num_frames, counted = processor.side, processor.num_frames, processor.counted_frames
     if processor.min_edge is not None and min(height, width) < processor.min_edge:
         grow = max(processor.min_edge / height, processor.min_edge / width)
         height, width = int(height * grow), int(width * grow)
@@ -144,7 +153,8 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int = NO
         raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
     if processor.max_edge is not None and processor.pad:
         return fit_inside(height, width, processor, processor.max_edge, max_pixels)
-    max_pixels = max(min(max_pixels, processor.max_pixels), side**2)
+    limit = max(max_pixels, side**2) * min(num_frames, counted)
+    max_pixels = max(min(limit, processor.max_pixels), side**2)
     if processor.area is not None:
         return fit_area(height, width, side, min(processor.area * processor.patch**2, max_pixels))
     if processor.max_edge is not None:
@@ -152,11 +162,11 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int = NO
     # Python's round, to the even one of two neighbours, as in transformers
     least = 0 if processor.tiles.over is None else 1  # rows and columns, at first
     fitted = max(round(height / side), least) * side, max(round(width / side), least) * side
-    if fitted[0] * fitted[1] > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    if counted * fitted[0] * fitted[1] > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
         rows, columns = (max(side, math.floor(each / shrink / side) * side) for each in (height, width))
-    elif fitted[0] * fitted[1] < processor.min_pixels:
-        grow = math.sqrt(processor.min_pixels / (height * width))
+    elif counted * fitted[0] * fitted[1] < processor.min_pixels:
+        grow = math.sqrt(processor.min_pixels / (num_frames * height * width))
         rows, columns = (math.ceil(each * grow / side) * side for each in (height, width))
     else:
         rows, columns = fitted

@@ -4,6 +4,8 @@
     image = reader.read_url("data:image/png;base64,…", detail="low")        # of a request
     image = reader.read_local("photo.jpg")                                  # of who runs atom
     tokens, placed = reader.place(tokens, [image], tokenizer)
+    video = reader.make_video([reader.read_frame(url, len(urls)) for url in urls], fps=2.0)
+    tokens, placed = reader.place(tokens, [image], tokenizer, [video])
     reader.close()
 
 Each read takes milliseconds to seconds, so do it in a thread.
@@ -29,9 +31,10 @@ from atom.images.processor import Processor, import_pillow, prepare, processor_o
 from atom.images.prompts import place_images, show_placeholders
 from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage
+from atom.images.videos import FPS, Video, find_images, frame_processor, pair_frames, place_videos
 
 LOW_PIXELS = 512 * 512  # of an image whose detail is low, as in OpenAI's API
-SPECIAL = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")  # how special tokens are spelled
+SPECIAL = re.compile(r"<[^<>{}]+>|\[[^\[\]{}]+\]")  # how special tokens are spelled
 URLS = ("data:", "http://", "https://")  # how they begin
 
 
@@ -39,6 +42,7 @@ class ImageReader:
     def __init__(self, config: Config) -> None:
         """ConfigError without Pillow. config: of a model that reads images"""
         self._vision, self._max_patches = config.model.vision, config.serve.max_patches
+        self._video = None if self._vision is None else self._vision.video
         self._decoder = Decoder(config.serve.max_image_pixels)
         self._limits = SourceLimits(tuple(config.serve.image_domains))
 
@@ -53,15 +57,39 @@ class ImageReader:
 
         detail: low makes it small, anything else leaves the size to the model's processor
         """
-        return self._read(read_source(url, self._limits), detail)
+        return self._read(read_source(url, self._limits), self.processor, detail)
 
     def read_local(self, image: Any) -> Image:
         """An image of Pillow, an array u8[h, w, 3], the path of a file, or a URL. RequestError as `read_url`."""
+        return self._read_local(image, self.processor)
+
+    @property
+    def takes_videos(self) -> bool:
+        return self._video is not None and self._video.token is not None
+
+    def read_frame(self, url: str, num_frames: int) -> Image:
+        """A frame of a video of so many, by a URL as `read_url`."""
+        return self._read(read_source(url, self._limits), self._frame_processor(num_frames))
+
+    def read_local_frame(self, image: Any, num_frames: int) -> Image:
+        """A frame of a video of so many, in a form of `read_local`."""
+        return self._read_local(image, self._frame_processor(num_frames))
+
+    def make_video(self, frames: Sequence[Image], fps: float = FPS) -> Video:
+        """The video of frames that were read. RequestError as `pair_frames`."""
+        return pair_frames(frames, self._frame_processor(len(frames)), fps)
+
+    def _frame_processor(self, num_frames: int) -> Processor:
+        if self._video is None or not self.takes_videos:
+            raise RequestError("the model takes no videos")
+        return frame_processor(self.processor, self._video, num_frames)
+
+    def _read_local(self, image: Any, processor: Processor) -> Image:
         if isinstance(image, str) and image.startswith(URLS):
-            return self.read_url(image)
+            return self._read(read_source(image, self._limits), processor)
         if isinstance(image, str | Path):
-            return self._read(read_file(image, self._limits))
-        pillow, processor = import_pillow(), self.processor
+            return self._read(read_file(image, self._limits), processor)
+        pillow = import_pillow()
         if isinstance(image, pillow.Image):
             return prepare(np.asarray(as_rgb(image)), processor, max_pixels=self._limit(processor))
         if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
@@ -70,9 +98,13 @@ class ImageReader:
         raise RequestError(f"an image is one of Pillow, an array u8[h, w, 3], a path or a URL, not {kind}")
 
     def place(
-        self, tokens: Sequence[int], images: Sequence[Image], tokenizer: Tokenizer | None
+        self,
+        tokens: Sequence[int],
+        images: Sequence[Image],
+        tokenizer: Tokenizer | None,
+        videos: Sequence[Video] = (),
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """A prompt's tokens with the placeholders of its images. RequestError if they are more or fewer.
+        """A prompt's tokens with the placeholders of its images and videos. RequestError if they are more or fewer.
 
         tokenizer: the checkpoint's, None without one. RequestError if images need a token that it has not
         """
@@ -84,7 +116,12 @@ class ImageReader:
         encode = functools.partial(encode_around, tokenizer=tokenizer)
         expand = functools.partial(lay_out, text=self._vision.text, encode=encode)
         joined, processor = functools.partial(join, encode=encode, decode=decode), self.processor
-        return place_images(tokens, images, processor.token, expand, row_token=processor.row_token, join=joined)
+        if videos and self._video is not None:
+            spell = functools.partial(check_special(self._video.text, tokenizer).encode, add_special_tokens=False)
+            tokens = place_videos(tokens, videos, self._video, spell)
+        row_token = processor.row_token
+        made, placed = place_images(tokens, images, processor.token, expand, row_token=row_token, join=joined)
+        return made, tuple(sorted((*placed, *find_images(made, videos)), key=lambda each: each.start))
 
     def show(self, tokens: Sequence[int]) -> list[int]:
         """A prompt's tokens with the image token in place of each placeholder."""
@@ -94,8 +131,7 @@ class ImageReader:
         """End the processes that decode."""
         self._decoder.close()
 
-    def _read(self, data: bytes, detail: str | None = None) -> Image:
-        processor = self.processor
+    def _read(self, data: bytes, processor: Processor, detail: str | None = None) -> Image:
         return self._decoder.read(data, processor, self._limit(processor, detail))
 
     def _limit(self, processor: Processor, detail: str | None = None) -> int:
@@ -105,12 +141,15 @@ class ImageReader:
 
 
 def encode_around(text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """The ids of text around the rows of an image. RequestError if one of its special tokens is missing."""
-    if not text:
-        return []
+    """The ids of text around the rows of an image. RequestError as `check_special`."""
+    return check_special(text, tokenizer).encode(text, add_special_tokens=False) if text else []
+
+
+def check_special(text: str, tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer. RequestError if it has not one of the special tokens of a text."""
     if tokenizer is None:
         raise RequestError("the checkpoint has no tokenizer, which images of this model need")
     missing = next((token for token in SPECIAL.findall(text) if tokenizer.find_id(token) is None), None)
     if missing is not None:
         raise RequestError(f"the checkpoint's tokenizer has no token {missing}, which images of this model need")
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer

@@ -18,11 +18,12 @@ from pydantic_core import from_json
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import last_text
 from atom.images.types import Image, PlacedImage
+from atom.images.videos import Video
 from atom.serve.context import Context
 from atom.serve.http.bodies import check_size
 from atom.serve.http.errors import FieldError
-from atom.serve.openai.schema import ChatMessage, Picture, Tool, find_fault
-from atom.serve.prompt_images import GivenImage, PromptImages, join_parts, places_of
+from atom.serve.openai.schema import ChatMessage, Clip, Picture, Tool, find_fault
+from atom.serve.prompt_images import GivenImage, GivenVideo, PromptImages, join_parts, places_of
 from atom.serve.template_variables import check_variables
 
 OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tool_parser.new_call_id`
@@ -66,8 +67,9 @@ def encode_conversation(
     plain, images = plain_messages(context, messages)
     values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
     return encode_plain(
-        context, plain, tools, values, truncate=truncate, is_continued=continue_final_message, images=images
-    )
+        context, plain, tools, values, truncate=truncate, is_continued=continue_final_message,
+        images=images.found, videos=images.videos,
+    )  # fmt: skip
 
 
 def encode_plain(
@@ -79,13 +81,14 @@ def encode_plain(
     truncate: int | None = None,
     is_continued: bool = False,
     images: Sequence[Image] = (),
+    videos: Sequence[Video] = (),
 ) -> Conversation:
     """Render and tokenize messages in the template's form. prefill: the beginning of the answer.
 
     is_continued: the answer begins with the last message.
-    images: those of the messages' parts, by their place
+    images, videos: those of the messages' parts, by their place
     """
-    if images and truncate is not None:
+    if (images or videos) and truncate is not None:
         raise FieldError("truncate_prompt_tokens", "truncate_prompt_tokens: a prompt with images is not cut")
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
@@ -95,9 +98,10 @@ def encode_plain(
     shown = list[dict[str, Any]]()
     tokenizer = context.need_tokenizer()
     text, tokens = tokenizer.prepare_chat(**values, cut=cut, check=context.check_count, shown=shown.extend)
-    if not images or context.images is None:
+    if not (images or videos) or context.images is None:
         return Conversation(text, tokens)
-    tokens, placed = context.images.place(tokens, [images[place] for place in places_of(shown)], tokenizer)
+    own, clips = [images[place] for place in places_of(shown)], [videos[place] for place in places_of(shown, "video")]
+    tokens, placed = context.images.place(tokens, own, tokenizer, clips)
     return Conversation(text, tokens, placed)
 
 
@@ -160,16 +164,17 @@ def plain_tool(tool: Tool) -> dict[str, Any]:
     }
 
 
-def plain_messages(context: Context, messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Messages in the template's form, and their images."""
+def plain_messages(context: Context, messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], PromptImages]:
+    """Messages in the template's form, and their images and videos."""
     tokenizer, is_of_tool, plain = context.need_tokenizer(), False, list[dict[str, Any]]()
     contents = [message.content for message in messages if isinstance(message.content, list)]
-    num_given = sum(isinstance(part, Picture) for content in contents for part in content)
+    parts = [part for content in contents for part in content]
+    num_given = sum(len(part.frames) if isinstance(part, Clip) else isinstance(part, Picture) for part in parts)
     images = PromptImages(context.images, num_given, context.config.serve.max_images, context.prepare_seconds)
     for number, message in enumerate(messages):
         is_of_tool = message.role == "tool" or (is_of_tool and message.role == "user")
         plain.append(plain_message(message, tokenizer, images, number, is_of_tool=is_of_tool))
-    return plain, images.found
+    return plain, images
 
 
 def plain_message(
@@ -197,7 +202,12 @@ def plain_message(
             place = part._place or ("messages", f"messages.{number}.content.{at}")
             if message.role not in ("user", "tool"):
                 raise FieldError(place[0], f"{place[1]}: an image does not go with role={message.role}")
-            parts.append(images.read(GivenImage(*part.given, *place, part.type, part.known, is_of_tool=is_of_tool)))
+            if isinstance(part, Clip):
+                clip = GivenVideo(part.frames, part.rate, *place, part.type, part.known, is_of_tool=is_of_tool)
+                parts.append(images.read_video(clip))
+            else:
+                given = GivenImage(*part.given, *place, part.type, part.known, is_of_tool=is_of_tool)
+                parts.append(images.read(given))
         content = join_parts(parts)
     if content is None and message.role not in ("assistant", "tool"):  # these may have nothing to say
         raise FieldError("messages", f"a message of the {message.role} has no content")

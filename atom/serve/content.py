@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 IMAGE, DOCUMENT = "[image: not shown to this model]", "[document: not shown to this model]"
+VIDEO = "[video: not shown to this model]"
 TEXTS = {  # by type of a part that no model here reads: the type of a text in its API, and the text
     "image_url": ("text", IMAGE),
     "image": ("text", IMAGE),

@@ -2,13 +2,13 @@
 
     images = PromptImages(context.images, num_given, max_images, context.prepare_seconds)
     part = images.read(GivenImage("data:image/png;base64,…", None, "messages", "messages.0.content.1", "image", "text"))
-    images.found                                     # in the order of their reading
+    images.found, images.videos                      # in the order of their reading
 
 Reading takes threads of their own, which `begin_thread` marks: in any other it raises OtherThreadError, and the request
 is prepared again in one of them (`Context.in_thread`). So texts do not wait until others' images are decoded.
 
-A template gets {"type": "image"} in place of an image, and writes the token that stands for it. For a model that reads
-no images, those of tools' results are a text that says so, and others are refused.
+A template gets {"type": "image"} in place of an image, {"type": "video"} of a video, and writes the token that stands
+for it. For a model that reads none, those of tools' results are a text that says so, and others are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from atom.errors import RequestError
 from atom.images.reader import ImageReader
 from atom.images.types import Image
-from atom.serve.content import IMAGE
+from atom.images.videos import FPS, Video
+from atom.serve.content import IMAGE, VIDEO
 from atom.serve.http.errors import FieldError, shown
 
 _thread = threading.local()
@@ -49,6 +50,18 @@ class GivenImage(NamedTuple):
     is_of_tool: bool = False  # it is in a tool's result, or follows one
 
 
+class GivenVideo(NamedTuple):
+    """A video as a body has it."""
+
+    frames: list[str]  # the URL of each
+    fps: float | None
+    field: str  # and further fields as of `GivenImage`
+    name: str
+    type: str
+    known: str
+    is_of_tool: bool = False
+
+
 class PromptImages:
     def __init__(
         self, reader: ImageReader | None = None, num_given: int = 0, limit: int = 0, seconds: float = math.inf
@@ -62,6 +75,7 @@ class PromptImages:
             raise RequestError(f"a request may have {limit} images (serve.max_images), and this has {num_given}")
         self._reader, self._deadline = reader, time.monotonic() + seconds
         self.found: list[Image] = []
+        self.videos: list[Video] = []
 
     def read(self, given: GivenImage) -> dict[str, Any]:
         """The part of a template's content for an image. FieldError if it cannot be read, OtherThreadError as above.
@@ -69,21 +83,48 @@ class PromptImages:
         One of a tool's result, that cannot be read, is a text: a client could not take it out of its history.
         """
         if self._reader is None:
-            if given.is_of_tool:
-                return {"type": "text", "text": IMAGE}
-            fault = f"{given.type} blocks are not supported here (supported: {given.known})"
-            raise FieldError(given.field, f"{given.name}: {fault}")
+            return stand_in(given, IMAGE)
+        self._check_thread()
+        try:
+            self.found.append(self._reader.read_url(given.url, given.detail))
+        except RequestError as error:
+            return stand_in(given, IMAGE, error)
+        return {"type": "image", PLACE: len(self.found) - 1}
+
+    def read_video(self, given: GivenVideo) -> dict[str, Any]:
+        """The part of a template's content for a video, as `read`."""
+        if self._reader is None or not self._reader.takes_videos:
+            return stand_in(given, VIDEO)
+        frames = []
+        for url in given.frames:
+            self._check_thread()
+            try:
+                frames.append(self._reader.read_frame(url, len(given.frames)))
+            except RequestError as error:
+                return stand_in(given, VIDEO, error)
+        try:
+            self.videos.append(self._reader.make_video(frames, FPS if given.fps is None else given.fps))
+        except RequestError as error:
+            return stand_in(given, VIDEO, error)
+        return {"type": "video", PLACE: len(self.videos) - 1}
+
+    def _check_thread(self) -> None:
+        """OtherThreadError as above; RequestError once nobody waits."""
         if not getattr(_thread, "reads_images", False):
             raise OtherThreadError
         if time.monotonic() > self._deadline:
             raise RequestError("the images of the request take too long")
-        try:
-            self.found.append(self._reader.read_url(given.url, given.detail))
-        except RequestError as error:
-            if given.is_of_tool:
-                return {"type": "text", "text": IMAGE}
-            raise FieldError(given.field, f"{given.name}: {shown(str(error))}") from None
-        return {"type": "image", PLACE: len(self.found) - 1}
+
+
+def stand_in(given: GivenImage | GivenVideo, text: str, error: RequestError | None = None) -> dict[str, Any]:
+    """The text for what cannot be read of a tool's result. FieldError for others.
+
+    error: why; None: the model does not read it
+    """
+    if given.is_of_tool:
+        return {"type": "text", "text": text}
+    unread = f"{given.type} blocks are not supported here (supported: {given.known})"
+    raise FieldError(given.field, f"{given.name}: {unread if error is None else shown(str(error))}")
 
 
 def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -99,8 +140,8 @@ def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return joined if len(joined) > 1 or joined[0]["type"] != "text" else joined[0]["text"]
 
 
-def places_of(messages: list[dict[str, Any]]) -> list[int]:
-    """Which images the messages of a template have, in their order."""
+def places_of(messages: list[dict[str, Any]], kind: str = "image") -> list[int]:
+    """Which images, or videos, the messages of a template have, in their order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part[PLACE] for part in parts if part.get("type") == "image"]
+    return [part[PLACE] for part in parts if part.get("type") == kind]

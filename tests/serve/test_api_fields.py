@@ -655,6 +655,8 @@ def formed(**changes: Any) -> dict[str, Any]:
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
+FRAMES = {"type": "video", "video": ["data:,", "data:,"]}
+CLIP = {"url": "data:video/jpeg;base64,aaaa,aaaa"}
 ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.CompletionRequest: generation(COMPLETIONS, COMPLETION)
     | {
@@ -969,6 +971,17 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.ImageURL: {
         name: refuses(TOKENIZE, says(user([PICTURE | {"image_url": {"url": "data:,", name: 1}}])), "messages")
         for name in ("url", "detail")
+    },
+    schema.VideoPart: {
+        name: refuses(TOKENIZE, says(user([FRAMES | {name: "1"}])), "messages") for name in ("type", "video", "fps")
+    },
+    schema.VideoURLPart: {
+        name: refuses(TOKENIZE, says(user([{"type": "video_url", "video_url": CLIP} | {name: 1}])), "messages")
+        for name in ("type", "video_url")
+    },
+    schema.VideoURL: {
+        name: refuses(TOKENIZE, says(user([{"type": "video_url", "video_url": CLIP | {name: "1"}}])), "messages")
+        for name in ("url", "fps")
     },
     schema.RefusalPart: {
         name: is_same(
@@ -1296,7 +1309,7 @@ def test_what_would_change_an_answer_and_is_not_built_is_refused_by_name(server:
 def test_every_field_of_every_body_has_a_row():
     bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, schema.Body)}
     bodies -= {schema.Body, schema.Sampling, schema.Generation}  # whose fields their children have
-    bodies -= {schema.Picture, schema.PooledRequest, schema.ComparisonRequest}
+    bodies -= {schema.Picture, schema.Clip, schema.PooledRequest, schema.ComparisonRequest}
     bodies -= {schema.ClassifyRequest, schema.PoolingRequest}  # of routes for classifiers
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     bodies -= {schema.ModelRequest}  # of routes that test_models asks

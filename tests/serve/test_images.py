@@ -22,7 +22,7 @@ from scripted import Said
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
-from atom.config.schema import MergerConfig, VisionConfig
+from atom.config.schema import MergerConfig, VideoConfig, VisionConfig
 from atom.images.reader import ImageReader
 from atom.images.types import placeholder
 from atom.runtime.images.placeholders import check_images
@@ -34,7 +34,7 @@ TOKEN = 258  # <|endoftext|>, which stands for an image here
 TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content %}{% if part.type == "image" %}<|endoftext|>{% else %}{{ part.text }}{% endif %}
+{%- for part in message.content %}{% if part.type == "image" %}<|endoftext|>{% elif part.type == "video" %}[~]{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -178,6 +178,64 @@ def test_an_image_of_a_result_is_read_and_a_damaged_one_is_a_text(config: Config
         answer, seen = ask(config, path, body)
         assert answer.status_code == 200, answer.text
         assert f"tool\n{shown}<|im_end|>" in spelled(config, seen.prompt)
+
+
+@pytest.fixture(scope="module")
+def filming(config: Config) -> Config:
+    """The model takes videos, too, in place of [~]."""
+    tower = config.model.vision
+    assert tower is not None
+    tokenizer = load_tokenizer(Path(str(config.checkpoint)))
+    assert tokenizer is not None
+    (token,) = tokenizer.encode("~", add_special_tokens=False)
+    video = VideoConfig(token, "<{seconds:.1f} s>{rows};", min_pixels=512, max_pixels=512)
+    return replace(config, model=replace(config.model, vision=replace(tower, frames=2, video=video)))
+
+
+def clip(*frames: str, fps: float | None = None) -> list[dict[str, Any]]:
+    """Parts with one video."""
+    listed = {"type": "video", "video": list(map(url, frames)), "fps": fps}
+    joined = {"url": f"data:video/jpeg;base64,{','.join(frames)}", "fps": fps}
+    return [listed, {"type": "video_url", "video_url": joined}]
+
+
+def test_frames_of_a_video_come_to_the_engine_as_images_with_times(filming: Config):
+    for part in clip(RED, BLUE, BLUE, fps=4.0):
+        body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]}
+        answer, seen = ask(filming, CHAT, body)
+        assert answer.status_code == 200, answer.text
+        rows = "<|endoftext|>" * 2  # 8 x 16 pixels
+        expected = f"<|im_start|>user\n<0.1 s>{rows};<0.5 s>{rows};What?<|im_end|>\n"
+        assert spelled(filming, seen.prompt).startswith(expected)
+        first, second = seen.options.images
+        assert first.image.digest != second.image.digest and len(first.image.pixels) == 2 * 3 * 8 * 16
+        assert seen.prompt[second.start] == placeholder(second.image.digest, 0)
+
+
+@pytest.mark.parametrize(
+    ("frames", "says"),
+    [
+        ([RED], "messages.0.content.0: a video has 1 frames; give 2 or more, or an image"),
+        ([RED, png(8, 8)], "messages.0.content.0: the frames of a video differ in size; give all of one"),
+        ([RED, "AAAA"], "messages.0.content.0: the image is none of PNG, JPEG, WEBP, GIF"),
+        ([RED] * 4, "a request may have 3 images (serve.max_images), and this has 4"),
+    ],
+)
+def test_a_video_that_cannot_be_read_is_a_fault_of_the_request(filming: Config, frames: list[str], says: str):
+    for part in clip(*frames):
+        answer, seen = ask(filming, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+        assert answer.status_code == 400 and seen is None
+        assert says in answer.json()["error"]["message"]
+
+
+def test_a_model_without_videos_refuses_them_but_in_results_of_tools(config: Config):
+    for part in clip(RED, BLUE):
+        answer, _ = ask(config, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+        says = f"messages.0.content.0: {part['type']} blocks are not supported here (supported: text)"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+        result = {"role": "tool", "tool_call_id": "call_1", "content": [part]}
+        answer, seen = ask(config, CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}, result]})
+        assert answer.status_code == 200 and "[video: not shown to this model]" in spelled(config, seen.prompt)
 
 
 FAULTS = {

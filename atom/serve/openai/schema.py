@@ -344,9 +344,64 @@ class ImagePart(Picture):
         return (found, None) if isinstance(found, str) else (found.url, found.detail)
 
 
+class Clip(Picture):
+    """A video of a content, as its frames."""
+
+    @property
+    def frames(self) -> list[str]:
+        """The URL of each."""
+        raise NotImplementedError
+
+    @property
+    def rate(self) -> float | None:
+        """Frames a second."""
+        raise NotImplementedError
+
+
+FrameRate = Annotated[float, Field(gt=0, le=1000)]
+RATE = "frames a second (default: 2)"
+
+
+class VideoPart(Clip):
+    type: Literal["video"]
+    video: List[Text] = Field(description="the URL of each frame, as image_url has it")
+    fps: FrameRate | None = Field(None, description=RATE)
+
+    @property
+    def frames(self) -> list[str]:
+        return self.video
+
+    @property
+    def rate(self) -> float | None:
+        return self.fps
+
+
+class VideoURL(Body):
+    url: Annotated[str, Field(max_length=MAX_TEXT, pattern=r"^data:video/jpeg;base64,")] = Field(
+        description="data:video/jpeg;base64,FRAME,FRAME,…: JPEG files, as vLLM takes them"
+    )
+    fps: FrameRate | None = Field(None, description=RATE)
+
+
+class VideoURLPart(Clip):
+    type: Literal["video_url"]
+    video_url: VideoURL
+
+    @property
+    def frames(self) -> list[str]:
+        _, *frames = self.video_url.url.split(",")
+        return [f"data:image/jpeg;base64,{frame}" for frame in frames]
+
+    @property
+    def rate(self) -> float | None:
+        return self.video_url.fps
+
+
 Parts = List[
     Annotated[
-        TextPart | RefusalPart | ImagePart, Discriminator("type"), of_types("text", also=("refusal", "image_url"))
+        TextPart | RefusalPart | ImagePart | VideoPart | VideoURLPart,
+        Discriminator("type"),
+        of_types("text", also=("refusal", "image_url", "video", "video_url")),
     ]
 ]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[Parts, Tag("a-list")], Discriminator(tag_of)]

@@ -1,0 +1,104 @@
+"""Make images of the frames of a video, and put them into tokenized prompts.
+
+    own = frame_processor(processor, form, len(frames))
+    video = pair_frames([prepare(frame, own) for frame in frames], own, fps=2.0)
+    tokens = place_videos(tokens, [video], form, tokenizer.encode)  # 151656 -> "<0.2 seconds>", -17, -18, …
+    placed = find_images(tokens, [video])
+
+A patch has two frames, one after the other, so they are one image; a text ahead of it says when they are. That is how
+Qwen3-VL reads videos. Sizes are those of `Qwen3VLVideoProcessor` for frames that are all taken; Pillow resizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from atom.config import VideoConfig
+from atom.errors import RequestError
+from atom.images.processor import Processor, with_digest
+from atom.images.types import Image, PlacedImage, placeholder
+
+FPS = 2.0  # of frames of which nothing says it: how many Qwen's own processors take
+OF_VIDEO = "video"  # in digests: a still image of equal patches is another one
+
+
+class Video(NamedTuple):
+    """The frames of a video, as images of as many frames as a patch has."""
+
+    images: tuple[Image, ...]
+    seconds: tuple[float, ...]  # of each image, halfway between its first and its last frame
+
+
+def frame_processor(processor: Processor, form: VideoConfig, num_frames: int) -> Processor:
+    """The processor of each frame of a video. RequestError for one that has too few."""
+    if num_frames < processor.frames:
+        raise RequestError(f"a video has {num_frames} frames; give {processor.frames} or more, or an image")
+    limited = processor._replace(min_pixels=form.min_pixels, max_pixels=form.max_pixels)
+    return limited._replace(min_edge=processor.side, num_frames=num_frames)
+
+
+def pair_frames(frames: Sequence[Image], processor: Processor, fps: float = FPS) -> Video:
+    """Make a video of frames that were made images each. RequestError for unequal sizes.
+
+    processor: of the frames
+    fps: frames a second
+    """
+    if len({frame.grids for frame in frames}) > 1:
+        raise RequestError("the frames of a video differ in size; give all of one")
+    if not fps > 0:
+        raise RequestError(f"fps={fps} is not above 0")
+    own, times = list(frames), [number / fps for number in range(len(frames))]
+    num_spare = -len(frames) % processor.frames
+    own, times = own + own[-1:] * num_spare, times + times[-1:] * num_spare
+    parts = [slice(first, first + processor.frames) for first in range(0, len(own), processor.frames)]
+    images = tuple(join_frames(own[part], processor) for part in parts)
+    return Video(images, tuple((times[part][0] + times[part][-1]) / 2 for part in parts))
+
+
+def join_frames(frames: Sequence[Image], processor: Processor) -> Image:
+    """One image of as many frames as a patch has, of which each was taken for a still one."""
+    first, *_ = frames
+
+    def pixels_of(frame: Image) -> npt.NDArray[np.uint8]:  # [P, C, pixels of a patch]
+        repeated = np.frombuffer(frame.pixels, np.uint8)
+        return repeated.reshape(frame.num_patches, 3, processor.frames, -1)[:, :, 0]
+
+    pixels = np.stack([pixels_of(frame) for frame in frames], axis=2).tobytes()
+    return with_digest(Image(0, pixels, first.grids, first.num_rows), processor, OF_VIDEO)
+
+
+def place_videos(
+    tokens: Sequence[int], videos: Sequence[Video], form: VideoConfig, encode: Callable[[str], list[int]]
+) -> list[int]:
+    """A prompt's tokens with texts and placeholders in place of each video token and the two marks around it.
+
+    RequestError if the prompt has more or fewer video tokens than videos.
+    """
+    starts = [at for at, each in enumerate(tokens) if each == form.token]
+    if len(starts) != len(videos):
+        given = f"the prompt has {len(starts)} video tokens (id {form.token}) and {len(videos)} videos"
+        raise RequestError(f"{given}; give one for each")
+    made, last = list[int](), 0
+    for start, video in zip(starts, videos, strict=True):
+        made += tokens[last : max(start - 1, 0)]
+        last = start + 2
+        for image, seconds in zip(video.images, video.seconds, strict=True):
+            before, after = form.text.format(rows="\0", seconds=seconds).split("\0")
+            made += encode(before)
+            made += (placeholder(image.digest, row) for row in range(image.num_rows))
+            made += encode(after)
+    return [*made, *tokens[last:]]
+
+
+def find_images(tokens: Sequence[int], videos: Sequence[Video]) -> tuple[PlacedImage, ...]:
+    """Where the images of videos are in a prompt's tokens."""
+    placed, at = list[PlacedImage](), 0
+    for image in (image for video in videos for image in video.images):
+        start = tokens.index(placeholder(image.digest, 0), at)
+        at = start + image.num_rows
+        placed.append(PlacedImage(image, start, at))
+    return tuple(placed)

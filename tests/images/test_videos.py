@@ -1,0 +1,114 @@
+"""Frames of videos against transformers' Qwen3-VL: sizes, patches, times, and what a prompt has of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atom.config import VideoConfig
+from atom.errors import RequestError
+from atom.images.processor import NO_LIMIT, Processor, prepare
+from atom.images.types import placeholder
+from atom.images.videos import FPS, Video, find_images, frame_processor, pair_frames, place_videos
+
+PIL = pytest.importorskip("PIL.Image")
+PROCESSOR = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=9)
+FORM = VideoConfig(8, "<{seconds:.1f} seconds>S{rows}E", min_pixels=4 * 64 * 64, max_pixels=6 * 160 * 160)
+QWEN3 = "transformers.models.qwen3_vl"
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of transformers' video processor, without torchvision, which only resizes."""
+    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", SimpleNamespace(functional=None))
+    return importlib.import_module(f"{QWEN3}.video_processing_qwen3_vl")
+
+
+def draw(num_frames: int, height: int, width: int) -> list[np.ndarray]:
+    random = np.random.default_rng(num_frames * 100 + height)
+    return list(random.integers(0, 256, (num_frames, height, width, 3), np.uint8))
+
+
+def prepare_video(frames: list[np.ndarray], fps: float = FPS, max_pixels: int = NO_LIMIT) -> Video:
+    own = frame_processor(PROCESSOR, FORM, len(frames))
+    return pair_frames([prepare(frame, own, max_pixels=max_pixels) for frame in frames], own, fps)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "height", "width"), [(2, 64, 96), (4, 20, 90), (5, 300, 200), (6, 160, 160), (7, 41, 33)]
+)
+def test_patches_are_those_of_transformers(num_frames: int, height: int, width: int, theirs: Any) -> None:
+    limits = {"min_pixels": FORM.min_pixels, "max_pixels": FORM.max_pixels}
+    rows, columns = theirs.smart_resize(num_frames, height, width, factor=32, **limits)
+    frames = draw(num_frames, height, width)
+    resized = [PIL.fromarray(each).resize((columns, rows), PIL.Resampling.BICUBIC) for each in frames]
+    stacked = torch.from_numpy(np.stack([np.asarray(each) for each in resized])).permute(0, 3, 1, 2)
+    expected, *grid = theirs.Qwen3VLVideoProcessor.patchify(None, stacked[None], 16, 2, 2)
+    video = prepare_video(frames)
+    assert [each.grids for each in video.images] == [((1, *grid[1:]),)] * grid[0]
+    made = b"".join(each.pixels for each in video.images)
+    assert torch.equal(torch.frombuffer(bytearray(made), dtype=torch.uint8).view(expected[0].shape), expected[0])
+
+
+@pytest.mark.parametrize(("num_frames", "fps"), [(4, 2.0), (5, 3.0), (2, 0.1)])
+def test_a_prompt_has_the_text_of_transformers(num_frames: int, fps: float) -> None:
+    processing = importlib.import_module(f"{QWEN3}.processing_qwen3_vl").Qwen3VLProcessor
+    video = prepare_video(draw(num_frames, 64, 64), fps)
+    (_, height, width), (first, *_) = video.images[0].grids[0], video.images
+    own = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2), video_token="V", vision_start_token="S",
+        vision_end_token="E", _calculate_timestamps=lambda *args: processing._calculate_timestamps(None, *args),
+    )  # fmt: skip
+    given = {
+        "video_grid_thw": np.array([[len(video.images), height, width]]),
+        "video_metadata": [SimpleNamespace(fps=fps, frames_indices=list(range(num_frames)))],
+    }
+    expected = processing.replace_video_token(own, given, 0)
+    tokens = place_videos([1, 5, 8, 6, 2], [video], FORM, lambda text: [ord(each) for each in text])
+    assert (tokens[0], tokens[-1]) == (1, 2), "the marks around the video token are left out"
+    assert "".join("V" if each < 0 else chr(each) for each in tokens[1:-1]) == expected
+    placed = find_images(tokens, [video])
+    assert [each.image for each in placed] == list(video.images)
+    assert tokens[placed[0].start : placed[0].stop] == [placeholder(first.digest, row) for row in range(first.num_rows)]
+
+
+def test_equal_videos_are_found_one_after_the_other() -> None:
+    (frame,) = draw(1, 64, 64)
+    video = prepare_video([frame] * 4)
+    still = prepare(frame, frame_processor(PROCESSOR, FORM, 4))
+    assert video.images[0] == video.images[1] and video.images[0].pixels == still.pixels
+    assert video.images[0].digest != still.digest, "else its placeholders may be those of a still image ahead"
+    placed = find_images(place_videos([5, 8, 6, 5, 8, 6], [video, video], FORM, lambda _: [1]), [video, video])
+    assert len({each.start for each in placed}) == 4 and sorted(placed, key=lambda each: each.start) == list(placed)
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "says"),
+    [
+        (draw(1, 64, 64), 2.0, "a video has 1 frames; give 2 or more, or an image"),
+        ([*draw(1, 64, 64), *draw(1, 64, 128)], 2.0, "the frames of a video differ in size"),
+        (draw(2, 64, 64), 0.0, r"fps=0\.0 is not above 0"),
+        (draw(2, 1, 300), 2.0, "no side may be over 200 times the other"),
+    ],
+)
+def test_frames_that_are_no_video_are_refused(frames: Any, fps: float, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        prepare_video(frames, fps)
+
+
+def test_each_video_has_a_token() -> None:
+    video = prepare_video(draw(2, 64, 64))
+    for tokens, videos in (([1, 8, 2], []), ([1, 2], [video])):
+        with pytest.raises(RequestError, match=r"video tokens \(id 8\) and [01] videos; give one for each"):
+            place_videos(tokens, videos, FORM, lambda _: [])
+
+
+def test_a_step_encodes_a_pair_of_frames() -> None:
+    video = prepare_video(draw(4, 500, 500), max_pixels=64 * 64)
+    assert {each.num_patches for each in video.images} == {16}

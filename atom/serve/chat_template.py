@@ -200,14 +200,12 @@ def plain_message(
                 continue
             assert images is not None, "the message has none"
             place = part._place or ("messages", f"messages.{number}.content.{at}")
-            if message.role not in ("user", "tool"):
-                raise FieldError(place[0], f"{place[1]}: an image does not go with role={message.role}")
+            stays = is_of_tool or message.role == "assistant"
             if isinstance(part, Clip):
-                clip = GivenVideo(part.frames, part.rate, *place, part.type, part.known, is_of_tool=is_of_tool)
+                clip = GivenVideo(part.frames, part.rate, *place, part.type, part.known, stays=stays)
                 parts.append(images.read_video(clip))
             else:
-                given = GivenImage(*part.given, *place, part.type, part.known, is_of_tool=is_of_tool)
-                parts.append(images.read(given))
+                parts.append(images.read(GivenImage(*part.given, *place, part.type, part.known, stays=stays)))
         content = join_parts(parts)
     if content is None and message.role not in ("assistant", "tool"):  # these may have nothing to say
         raise FieldError("messages", f"a message of the {message.role} has no content")

@@ -8,7 +8,8 @@ Reading takes threads of their own, which `begin_thread` marks: in any other it 
 is prepared again in one of them (`Context.in_thread`). So texts do not wait until others' images are decoded.
 
 A template gets {"type": "image"} in place of an image, {"type": "video"} of a video, and writes the token that stands
-for it. For a model that reads none, those of tools' results are a text that says so, and others are refused.
+for it. For a model that reads none, those of tools' results and of answers are a text that says so, and others are
+refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GivenImage(NamedTuple):
     name: str  # of its part, as a path of the body: messages.0.content.1
     type: str  # of the part, in its API
     known: str  # types of parts that the API reads without images
-    is_of_tool: bool = False  # it is in a tool's result, or follows one
+    stays: bool = False  # a client keeps it in its history: in a tool's result, or after one, or in an answer
 
 
 class GivenVideo(NamedTuple):
@@ -59,7 +60,7 @@ class GivenVideo(NamedTuple):
     name: str
     type: str
     known: str
-    is_of_tool: bool = False
+    stays: bool = False
 
 
 class PromptImages:
@@ -80,7 +81,7 @@ class PromptImages:
     def read(self, given: GivenImage) -> dict[str, Any]:
         """The part of a template's content for an image. FieldError if it cannot be read, OtherThreadError as above.
 
-        One of a tool's result, that cannot be read, is a text: a client could not take it out of its history.
+        One that stays in a client's history, and cannot be read, is a text: the client could not take it out.
         """
         if self._reader is None:
             return stand_in(given, IMAGE)
@@ -117,11 +118,11 @@ class PromptImages:
 
 
 def stand_in(given: GivenImage | GivenVideo, text: str, error: RequestError | None = None) -> dict[str, Any]:
-    """The text for what cannot be read of a tool's result. FieldError for others.
+    """The text for what stays in a client's history, and cannot be read. FieldError for others.
 
     error: why; None: the model does not read it
     """
-    if given.is_of_tool:
+    if given.stays:
         return {"type": "text", "text": text}
     unread = f"{given.type} blocks are not supported here (supported: {given.known})"
     raise FieldError(given.field, f"{given.name}: {unread if error is None else shown(str(error))}")

@@ -271,10 +271,29 @@ def test_what_a_prompt_with_images_cannot_have_is_refused(config: Config):
     for more in ({"truncate_prompt_tokens": 4}, {"prompt_logprobs": 1}):
         answer, _ = ask(config, CHAT, bodies(RED)[CHAT] | more)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more))
-    for role in ("system", "assistant"):
-        messages = [bodies(RED)[CHAT]["messages"][0] | {"role": role}]
-        answer, _ = ask(config, CHAT, {"messages": messages})
-        assert "messages.0.content.0: an image does not go with role=" in answer.json()["error"]["message"]
+    for path, key in ((RESPONSES, "input"), (MESSAGES, "messages")):
+        body = bodies(RED)[path]
+        answer, _ = ask(config, path, body | {key: [body[key][0] | {"role": "assistant"}]})
+        assert answer.status_code == 400 and "does not go with role=assistant" in answer.text
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_a_chat_has_images_of_any_role_as_in_vllm(config: Config, role: str):
+    messages = [bodies(RED)[CHAT]["messages"][0] | {"role": role}, {"role": "user", "content": "And now?"}]
+    answer, seen = ask(config, CHAT, {"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert spelled(config, seen.prompt).startswith(f"<|im_start|>{role}\n{'<|endoftext|>' * 2}What?<|im_end|>\n")
+
+
+def test_an_image_of_an_answer_that_is_not_to_be_had_is_a_text(config: Config):
+    """A client could not take it out of its history."""
+    asked = {"role": "user", "content": "Draw."}
+    for own, data in ((config, "aaaa"), (replace(config, serve=replace(config.serve, images=False)), RED)):
+        part = {"type": "image_url", "image_url": {"url": url(data)}}
+        messages = [asked, {"role": "assistant", "content": [part]}, asked]
+        answer, seen = ask(own, CHAT, {"messages": messages})
+        assert answer.status_code == 200, answer.text
+        assert "assistant\n[image: not shown to this model]<|im_end|>" in spelled(config, seen.prompt)
 
 
 def test_a_template_that_leaves_an_image_out_is_a_fault(config: Config):

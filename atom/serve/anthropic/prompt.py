@@ -275,7 +275,7 @@ def read_content(blocks: Sequence[Block], images: PromptImages, *, is_of_tool: b
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block, ImageBlock):
             place = "messages", block._name, block.type, ", ".join(SHOWN_BLOCKS)
-            parts.append(images.read(GivenImage(block.url, None, *place, is_of_tool=is_of_tool)))
+            parts.append(images.read(GivenImage(block.url, None, *place, stays=is_of_tool)))
     return join_parts(parts)
 
 

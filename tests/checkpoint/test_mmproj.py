@@ -70,10 +70,13 @@ def test_a_file_elsewhere_is_given(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_tower_of_another_model_is_not_read(model: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "tiny.gguf", tmp_path / "mmproj-bf16.gguf"  # which is the first by its name
+    shutil.copy(model / "gguf" / "tiny.gguf", path)
     vision.save(NAME, tmp_path / "hub", hidden_size=36)
-    shutil.copy(model / "gguf" / "mmproj-tiny.gguf", tmp_path)
-    path = gguf_files.convert(tmp_path / "hub", tmp_path / "tiny.gguf")
+    gguf_files.convert_tower(tmp_path / "hub", other)
     assert configure(path).model.vision is None
+    shutil.copy(model / "gguf" / "mmproj-tiny.gguf", tmp_path)
+    assert configure(path).model.vision is not None
 
 
 def test_an_unknown_tower_leaves_the_text(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from atom.errors import RequestError
-from atom.images.processor import Processor, fit_size, prepare
+from atom.images.processor import Processor, fit_size, is_whole, prepare
 from atom.images.prompts import place_images
 from atom.images.types import Image, placeholder
 
@@ -93,6 +94,15 @@ def test_equal_images_have_equal_digests_and_others_do_not() -> None:
     assert prepare(pixels, QWEN2).digest not in digests
     flat = np.zeros((256, 512, 3), np.uint8)
     assert prepare(flat, QWEN3).digest != prepare(flat.transpose(1, 0, 2), QWEN3).digest, "equal pixels, other grids"
+
+
+def test_patches_that_do_not_agree_with_rows_are_not_taken() -> None:
+    image = prepare(draw(64, 96), QWEN3)
+    assert is_whole(image, QWEN3)
+    changes: list[dict[str, Any]] = [{"num_rows": image.num_rows + 1}, {"pixels": image.pixels[1:]}, {"grids": ()}]
+    changes += [{"grids": (grid,)} for grid in ((1, 3, 8), (1, -4, -6), (2, 2, 6))]
+    for change in changes:
+        assert not is_whole(msgspec.structs.replace(image, **change), QWEN3), change
 
 
 def made(digest: int, num_rows: int) -> Image:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Gemma3ForConditionalGeneration": gguf.MODEL_ARCH.GEMMA3,
     "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
@@ -53,6 +54,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN35MOE,
 }
 PROJECTORS = {
+    "Gemma3ForConditionalGeneration": gguf.VisionProjectorType.GEMMA3,
     "Qwen2VLForConditionalGeneration": gguf.VisionProjectorType.QWEN2VL,
     "Qwen2_5_VLForConditionalGeneration": gguf.VisionProjectorType.QWEN25VL,
     "Qwen3VLForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
@@ -62,7 +64,13 @@ PROJECTORS = {
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
-TOWER = re.compile(r"(?:model\.)?(?=visual\.)")
+TOWER = re.compile(r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.)")
+TEXT = re.compile(r"(?:model\.language_model\.|language_model\.(?=model\.|lm_head))")
+TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "boi_token_index": "<start_of_image>",
+    "image_token_index": "<image_soft_token>",
+}
 
 
 def convert(
@@ -86,12 +94,12 @@ def convert(
     write_parameters(writer, arch, config, old_mla)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     stored = {
-        name.replace("model.language_model.", "model."): tensor.float()
+        TEXT.sub("model." if name.startswith("model.") else "", name): tensor.float()
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not TOWER.match(name)
     }
-    if (token := whole.get("image_token_id")) is not None:
-        writer.add_token_list([f"<{id}>" if id != token else "<|image_pad|>" for id in range(config["vocab_size"])])
+    if named := {whole[key]: text for key, text in TOKENS.items() if key in whole}:
+        writer.add_token_list([named.get(id, f"<{id}>") for id in range(config["vocab_size"])])
     rope = config.get("rope_parameters") or {}
     for kind in ("short", "long"):
         if f"{kind}_factor" in rope:
@@ -676,21 +684,28 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
     config = json.loads((folder / "config.json").read_text())
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     vision, (architecture,) = config["vision_config"], config["architectures"]
-    hidden, layers = vision.get("embed_dim", vision["hidden_size"]), vision["depth"]
+    hidden, layers = (
+        vision.get("embed_dim", vision["hidden_size"]),
+        vision.get("depth", vision.get("num_hidden_layers")),
+    )
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(PROJECTORS[architecture])
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    writer.add_vision_image_size(560)
+    writer.add_vision_image_size(vision.get("image_size", 560))
     writer.add_vision_patch_size(vision["patch_size"])
     writer.add_vision_embedding_length(hidden)
     writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
     writer.add_vision_block_count(layers)
-    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_head_count(vision.get("num_heads", vision.get("num_attention_heads")))
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
-    writer.add_vision_attention_layernorm_eps(config["text_config"]["rms_norm_eps"])
+    writer.add_vision_attention_layernorm_eps(vision.get("layer_norm_eps", config["text_config"]["rms_norm_eps"]))
     deep = vision.get("deepstack_visual_indexes", [])
+    if PROJECTORS[architecture] is gguf.VisionProjectorType.GEMMA3:
+        writer.add_vision_use_gelu(True)
+        side = vision["image_size"] // vision["patch_size"]
+        writer.add_vision_projector_scale_factor(side // math.isqrt(config["mm_tokens_per_image"]))
     if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN25VL:
         writer.add_vision_use_silu(True)
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
@@ -716,6 +731,10 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
 
 
 def rename_tower(name: str, tensor: torch.Tensor, names: gguf.TensorNameMap, deep: list[int]) -> Tensors:
+    name = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)  # as the hub has it
+    name = name.replace("_weight", ".weight")  # of Gemma 3's projector
+    if name.endswith("soft_emb_norm.weight"):
+        tensor = tensor + 1
     if name == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", tensor[:, :, 0]
         yield "v.patch_embd.weight.1", tensor[:, :, 1]

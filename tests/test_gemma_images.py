@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma_images as gemma
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -129,6 +130,25 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     (sequence,) = answer(engine, (prompt, images))
     assert_greedy(sequence.output, prompt, images, model, processor)
     assert engine.metrics.num_encoded_images == 3, "once each, for all chunks"
+
+
+def test_the_tower_may_be_an_mmproj_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, *others = gemma.FAMILIES["Gemma3"]
+    monkeypatch.setitem(gemma.FAMILIES, "Gemma3", ({**text, "query_pre_attn_scalar": 256}, *others))  # of such files
+    folder, path = tmp_path / "model", tmp_path / "tiny.gguf"
+    model, processor = gemma.save("Gemma3", folder)
+    gguf_files.convert(folder, path)
+    gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
+    images, placed = draw(*SIZES), None
+    for checkpoint in (folder, path):  # the file has no tokenizer
+        engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 22, images=True)
+        placed = placed or place(engine, PROMPT, images)
+        logits = logits_of(engine, *placed)
+        engine.close()
+    assert_same_logits(logits, gemma.logits(model, gemma.read(processor, PROMPT, images)))
+    ours, hub = (load_with_images(checkpoint).model.vision for checkpoint in (path, folder))
+    assert ours is not None and hub is not None
+    assert replace(ours, weights={}, std=[], mean=[]) == replace(hub, weights={}, std=[], mean=[])
 
 
 @pytest.mark.parametrize("name", gemma.FAMILIES)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from atom.checkpoint.base import Checkpoint, StoredTensor
-from atom.checkpoint.gguf_config import whole_number
+from atom.checkpoint.gguf_config import number, whole_number
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize, floats, read_gguf
 from atom.checkpoint.gguf_types import Type
 from atom.checkpoint.joined import JoinedCheckpoint
@@ -29,6 +29,7 @@ SIZES = {  # integers below `clip.vision.`: their names in vision_config, of whi
     "block_count": "depth num_hidden_layers",
     "attention.head_count": "num_heads num_attention_heads",
     "projection_dim": "out_hidden_size",
+    "image_size": "image_size",
     "patch_size": "patch_size",
     "spatial_merge_size": "spatial_merge_size",
     "window_size": "window_size",
@@ -36,6 +37,7 @@ SIZES = {  # integers below `clip.vision.`: their names in vision_config, of whi
 HIDDEN = "clip.vision.embedding_length"
 PATCH, NEXT_FRAME = "v.patch_embd.weight", "v.patch_embd.weight.1"
 POSITIONS, UP, DOWN = "v.position_embd.weight", "v.blk.0.ffn_up.weight", "v.blk.0.ffn_down.weight"
+LARGER = "mm.soft_emb_norm.weight"  # by 1 than the hub's
 SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
@@ -110,6 +112,9 @@ def in_one_form(stored: Mapping[str, GGUFTensor], hidden: int) -> Iterator[tuple
             yield from ((part, cut_rows(tensor, index)) for part, index in parts)
         elif match := re.fullmatch(r"v\.deepstack\.(\d+)\.(.*)", name):
             yield f"v.deepstack.{deep.index(int(match[1]))}.{match[2]}", tensor
+        elif name == LARGER:
+            numbers = floats(tensor) - np.float32(1)
+            yield name, GGUFTensor(Type.F32, tensor.shape, numbers.data.cast("B"))
         elif is_swapped and (match := re.search(r"ffn_up|ffn_down", name)):
             yield name.replace(match[0], SWAPPED[match[0]]), tensor
         else:
@@ -152,6 +157,8 @@ def make_vision_config(
         vision["intermediate_size"] = tensors[UP].shape[0]
     if POSITIONS in tensors:
         vision["num_position_embeddings"] = tensors[POSITIONS].shape[0]
+    if (eps := own.get("attention.layer_norm_epsilon")) is not None:
+        vision["layer_norm_eps"] = number(path, "attention.layer_norm_epsilon", eps)
     if not metadata.get("clip.use_gelu"):  # gelu: which of its two kinds the model file says
         vision["hidden_act"] = "silu" if metadata.get("clip.use_silu") else "quick_gelu"
     deep = {int(match[1]) for name in stored if (match := re.match(r"v\.deepstack\.(\d+)\.", name))}
@@ -166,4 +173,7 @@ def make_vision_config(
     for name in ("min_pixels", "max_pixels"):
         if (key := f"image_{name}") in own:
             processor[name] = whole_number(path, key, own[key])
-    return {"vision_config": vision, "image_processor": processor}
+    config: dict[str, Any] = {"vision_config": vision, "image_processor": processor}
+    if side := whole_number(path, "projector.scale_factor", own.get("projector.scale_factor", 0)):
+        config["mm_tokens_per_image"] = (vision["image_size"] // vision["patch_size"] // side) ** 2
+    return config

@@ -126,7 +126,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         else:
             hf, generation = described.config, described.generation_config
             name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
-            hf = hf | (image_token_of(described, with_inherited(name, files)) if isinstance(name, str) else {})
+            hf = hf | (ids_of_tokens(described, with_inherited(name, files)) if isinstance(name, str) else {})
             has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors may be missing
             names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
             described.close()
@@ -136,11 +136,11 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     return Source(kept, hf, embedded, generation, names, tuple(with_inherited(name, files)), described)
 
 
-def image_token_of(described: Checkpoint, files: Iterable[ModelFile]) -> dict[str, int]:
-    """The entry of config.json for the token that stands for an image, which a GGUF file has among its tokens."""
-    text = next((value for file in files if (value := file.states("gguf.image_token")) is not None), None)
-    token = described.token_id(text) if text is not None else None
-    return {} if token is None else {"image_token_id": token}
+def ids_of_tokens(described: Checkpoint, files: Iterable[ModelFile]) -> dict[str, int]:
+    """The entries of config.json for the tokens of images, which a GGUF file has among its tokens."""
+    texts: dict[str, str] = next((value for file in files if (value := file.states("gguf.tokens"))), {})
+    ids = {key: described.token_id(text) for key, text in texts.items()}
+    return {key: token for key, token in ids.items() if token is not None}
 
 
 def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]:

@@ -406,7 +406,7 @@ class GGUFConfig:
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
     projector: str | None = None  # clip.projector_type of the mmproj files that have the model's tower
     tower: dict[str, str] = field(default_factory=dict)  # role -> its name in these, in place of vision.weights.role
-    image_token: str | None = None  # the token that stands for an image in a prompt
+    tokens: dict[str, str] = field(default_factory=dict)  # key of config.json -> the token whose id it is
 
 
 @dataclass

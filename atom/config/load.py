@@ -166,7 +166,8 @@ def drop_vision(composed: DictConfig, hf: Mapping[str, Any]) -> None:
     """Leave out what encodes images if config.json has no fields of that, or those of another tower."""
     tower, types = hf.get("vision_config"), OmegaConf.select(composed, "model.vision.model_types")
     if "gguf_architecture" in hf:
-        is_known = tower is not None and tower["projector_type"] == OmegaConf.select(composed, "model.gguf.projector")
+        projector = OmegaConf.select(composed, "model.gguf.projector")
+        is_known = tower is not None and tower["projector_type"] == projector is not None
     else:
         is_known = tower is not None and (not types or tower.get("model_type") in types)
     if not is_known:

@@ -236,8 +236,10 @@ class _Parser:
         match node:
             case ast.Name(id=name) if name in self.names:
                 return self.names[name]
+            case ast.Name(id=name) if name not in BITS:
+                return self.name(node)
             case ast.Name() | ast.Subscript():
-                return self.type(node) if isinstance(node, ast.Subscript) else self.name(node)
+                return self.type(node)
             case ast.List(elts=elements):
                 return tuple(self.value(element) for element in elements)
             case ast.Call(func=ast.Name(id=name)) if name in MAKERS:

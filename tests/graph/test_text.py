@@ -25,6 +25,11 @@ def test_a_text_reads_back_as_itself():
     assert show(parse(TEXT)) == TEXT
 
 
+def test_a_number_is_a_tensor_without_dims():
+    text = 'def body(x: bf16[T, 4]):\n    y = clip(x, W("low", bf16), W("high", bf16))    # bf16[T, 4]\n    return y\n'
+    assert show(parse(text)) == text
+
+
 def test_comments_and_layout_do_not_matter():
     bare = "\n".join(line.split("    #")[0].replace(", ", " ,  ") for line in TEXT.splitlines())
     assert show(parse(bare)) == TEXT

@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Gemma3ForConditionalGeneration": gguf.MODEL_ARCH.GEMMA3,
+    "Idefics3ForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
+    "SmolVLMForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
     "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
@@ -54,6 +56,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN35MOE,
 }
 PROJECTORS = {
+    "Idefics3ForConditionalGeneration": gguf.VisionProjectorType.IDEFICS3,
+    "SmolVLMForConditionalGeneration": gguf.VisionProjectorType.IDEFICS3,
     "Gemma3ForConditionalGeneration": gguf.VisionProjectorType.GEMMA3,
     "Qwen2VLForConditionalGeneration": gguf.VisionProjectorType.QWEN2VL,
     "Qwen2_5_VLForConditionalGeneration": gguf.VisionProjectorType.QWEN25VL,
@@ -64,8 +68,8 @@ PROJECTORS = {
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
-TOWER = re.compile(r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.)")
-TEXT = re.compile(r"(?:model\.language_model\.|language_model\.(?=model\.|lm_head))")
+TOWER = re.compile(r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.|vision_model\.|connector\.)")
+TEXT = re.compile(r"(?:model\.(?:language|text)_model\.|language_model\.(?=model\.|lm_head))")
 TOKENS = {
     "image_token_id": "<|image_pad|>",
     "boi_token_index": "<start_of_image>",
@@ -98,7 +102,8 @@ def convert(
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not TOWER.match(name)
     }
-    if named := {whole[key]: text for key, text in TOKENS.items() if key in whole}:
+    texts = TOKENS | ({"image_token_id": "<image>"} if arch is gguf.MODEL_ARCH.LLAMA else {})
+    if named := {whole[key]: text for key, text in texts.items() if key in whole}:
         writer.add_token_list([named.get(id, f"<{id}>") for id in range(config["vocab_size"])])
     rope = config.get("rope_parameters") or {}
     for kind in ("short", "long"):
@@ -706,6 +711,10 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
         writer.add_vision_use_gelu(True)
         side = vision["image_size"] // vision["patch_size"]
         writer.add_vision_projector_scale_factor(side // math.isqrt(config["mm_tokens_per_image"]))
+    if PROJECTORS[architecture] is gguf.VisionProjectorType.IDEFICS3:
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_projector_scale_factor(config["scale_factor"])
+        writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
     if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN25VL:
         writer.add_vision_use_silu(True)
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
@@ -732,6 +741,7 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
 
 def rename_tower(name: str, tensor: torch.Tensor, names: gguf.TensorNameMap, deep: list[int]) -> Tensors:
     name = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)  # as the hub has it
+    name = re.sub(r"^(?=vision_model\.|connector\.)", "model.", name)
     name = name.replace("_weight", ".weight")  # of Gemma 3's projector
     if name.endswith("soft_emb_norm.weight"):
         tensor = tensor + 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import msgspec
 import numpy as np
 import PIL.Image
@@ -95,6 +97,22 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)
     assert_greedy(answer["token_ids"], read, model)
     assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
+
+
+def test_the_tower_may_be_an_mmproj_file(models: Any, tmp_path: Path) -> None:
+    (folder, model, processor), path, placed = models("Idefics3"), tmp_path / "tiny.gguf", None
+    gguf_files.convert(folder, path)
+    gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
+    images = [tiled.draw(*size) for size in SIZES]
+    for checkpoint in (folder, path):  # the file has no tokenizer
+        engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 22, images=True)
+        placed = placed or place(engine, PROMPT, images)
+        logits = logits_of(engine, *placed)
+        engine.close()
+    assert_same_logits(logits, tiled.logits(model, tiled.read(processor, PROMPT, images)))
+    ours, hub = (load_with_images(checkpoint).model.vision for checkpoint in (path, folder))
+    assert ours is not None and hub is not None
+    assert replace(ours, weights={}, std=[], mean=[]) == replace(hub, weights={}, std=[], mean=[])
 
 
 def test_an_image_in_two_turns_is_encoded_once(open_model: Any) -> None:

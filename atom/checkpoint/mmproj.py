@@ -173,7 +173,10 @@ def make_vision_config(
     for name in ("min_pixels", "max_pixels"):
         if (key := f"image_{name}") in own:
             processor[name] = whole_number(path, key, own[key])
+    if (edge := whole_number(path, "preproc_image_size", own.get("preproc_image_size", 0))) and "image_size" in vision:
+        processor |= {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": vision["image_size"]}}
     config: dict[str, Any] = {"vision_config": vision, "image_processor": processor}
     if side := whole_number(path, "projector.scale_factor", own.get("projector.scale_factor", 0)):
+        config["scale_factor"] = side
         config["mm_tokens_per_image"] = (vision["image_size"] // vision["patch_size"] // side) ** 2
     return config

@@ -105,6 +105,27 @@ def qwen3_vl(**changes: Any) -> dict[str, Any]:
             "vision_end_token_id": 503, "tie_word_embeddings": False}  # fmt: skip
 
 
+def gemma3(**changes: Any) -> dict[str, Any]:
+    """Two layers, one with a window: the 64 tokens of an image see each other in both."""
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 288, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 512, "image_size": 224, "patch_size": 14, "layer_norm_eps": 1e-6}  # fmt: skip
+    named = {"model_type": "gemma3_text", "sliding_window": 128, "query_pre_attn_scalar": 128,
+             "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    return {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": tower,
+            "text_config": COMMON | named | changes, "mm_tokens_per_image": 64, "image_token_index": 500,
+            "boi_token_index": 501, "eoi_token_index": 502, "tie_word_embeddings": False}  # fmt: skip
+
+
+def internvl(**changes: Any) -> dict[str, Any]:
+    """Two layers, and two of a tower with a class token, norms of q and k over all heads, and LayerScale."""
+    tower = {"model_type": "internvl_vision", "hidden_size": 288, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 512, "image_size": [224, 224], "patch_size": [14, 14], "use_qk_norm": True,
+             "norm_type": "rms_norm", "hidden_act": "gelu", "layer_norm_eps": 1e-6}  # fmt: skip
+    return {"model_type": "internvl", "architectures": ["InternVLForConditionalGeneration"], "vision_config": tower,
+            "text_config": qwen3(**changes), "image_token_id": 500, "downsample_ratio": 0.5,
+            "tie_word_embeddings": False}  # fmt: skip
+
+
 def nemotron_h(**changes: Any) -> dict[str, Any]:
     """Three layers: Mamba-2, an mlp, and attention."""
     named = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 3,

@@ -41,8 +41,10 @@ from scripts.image_prompts import draw_prompt_with_images  # noqa: E402
 from scripts.smoke_models import (  # noqa: E402
     add_tokenizer,
     deepseek_v3,
+    gemma3,
     gemma4,
     gpt_oss,
+    internvl,
     lfm2,
     mamba,
     minimax,
@@ -55,6 +57,8 @@ from scripts.smoke_models import (  # noqa: E402
     write_checkpoint,
 )
 
+Grids = Sequence[tuple[int, int]]  # of images of a prompt: height and width in patches
+ONE_SIZE = (((16, 16), (16, 16)), ((16, 16),))  # of two prompts, of images that a model resizes to one size
 PART = 32  # positions of a prompt that are judged by themselves, as each answer is
 NUM_TOP = 20  # log probabilities at each token of an answer
 BATCHES = (1, 2, 4)  # answers at a time
@@ -544,14 +548,29 @@ def sleep(session: Session) -> str:
 
 
 def images(session: Session) -> str:
-    """Chunks that end within images, which are encoded once; then text, of which decodes are captured."""
-    folder = session.write(qwen3_vl(), "serve.images=true")
+    """Chunks that end within images of any size."""
+    return compare_images(session, qwen3_vl(), (((32, 34), (2, 2)), ((6, 10),)))
+
+
+def whole_images(session: Session) -> str:
+    """Chunks that end ahead of images, whose tokens see each other."""
+    return compare_images(session, gemma3(), ONE_SIZE)
+
+
+def class_tokens(session: Session) -> str:
+    """Chunks that end within tiles, each of which begins with a class token."""
+    return compare_images(session, internvl(), ONE_SIZE)
+
+
+def compare_images(session: Session, config: dict[str, Any], grids_of: Sequence[Grids]) -> str:
+    """Prompts with images, which are encoded once; then text, of which decodes are captured."""
+    folder = session.write(config, "serve.images=true")
     fields: dict[str, Any] = {"images": True, "image_memory": 1 << 24, "max_patches": 2048}
     engine = session.open(folder, dtype="bf16", **fields, max_num_batched_tokens=128)
     session.check_kernels(engine)
     exact, half = (session.reference(folder, dtype, **fields) for dtype in ("fp32", "bf16"))
     parts = list[Part]()
-    for seed, grids in enumerate((((32, 34), (2, 2)), ((6, 10),))):
+    for seed, grids in enumerate(grids_of):
         tokens, placed = draw_prompt_with_images(grids, seed, engine.config.model, 20)
         ours = logits_of(engine, tokens, placed).float()
         with session.timed("CPU"):
@@ -559,8 +578,8 @@ def images(session: Session) -> str:
         for first in range(0, len(tokens), PART):
             some = slice(first, first + PART)
             parts.append(Part(f"prompt of {len(tokens)} from {first} on", ours[some], wanted[some], theirs[some]))
-    num_encoded = engine.metrics.num_encoded_images
-    assert num_encoded == 3, f"{num_encoded} encodings of 3 images"
+    num_images, num_encoded = sum(map(len, grids_of)), engine.metrics.num_encoded_images
+    assert num_encoded == num_images, f"{num_encoded} encodings of {num_images} images"
     for prompts in make_batches(500):
         parts += session.compare_answers(engine, exact, half, prompts)
     return judge(parts)
@@ -610,6 +629,8 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "delta-rule-mtp": delta_rule_mtp,
     "lora": lora,
     "images": images,
+    "whole-images": whole_images,
+    "class-tokens": class_tokens,
     "grammar": grammar,
     "sleep": sleep,
     "level-0": level_0,

@@ -72,6 +72,7 @@ TOWER = re.compile(r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projecto
 TEXT = re.compile(r"(?:model\.(?:language|text)_model\.|language_model\.(?=model\.|lm_head))")
 TOKENS = {
     "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
     "boi_token_index": "<start_of_image>",
     "image_token_index": "<image_soft_token>",
 }

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import msgspec
 
-from atom.errors import RequestError
+from atom.errors import EngineDeadError, RequestError
 from atom.images.decode_process import BODY, HEAD, TASK, Order
 from atom.images.processor import NO_LIMIT, Processor, import_pillow, is_whole, with_digest
 from atom.images.types import Image
@@ -30,7 +30,7 @@ CODE = "from atom.images.decode_process import main; main()"
 MAX_PIXELS = 50_000_000
 MAX_PROCESSES = 4
 SECONDS = 10.0
-BROKEN = "the image cannot be decoded"
+BROKEN, CLOSED = "the image cannot be decoded", "the image is not decoded: atom ends"
 
 
 class Decoder:
@@ -54,8 +54,8 @@ class Decoder:
     def read(self, data: bytes, processor: Processor, limit: int = NO_LIMIT) -> Image:
         """The patches of a PNG, JPEG, WebP or GIF, of which the first frame.
 
-        It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong, also
-        once this is closed.
+        It is turned as its EXIF data says, and what is transparent is on white. RequestError says what is wrong,
+        EngineDeadError that this is closed.
 
         limit: pixels that it is reduced to, a further limit than the processor's
         """
@@ -108,7 +108,7 @@ class Worker:
 
     def _ask(self, order: bytes, data: bytes, seconds: float) -> Image:
         if self._is_closed:
-            raise RequestError(f"{BROKEN}: atom ends")
+            raise EngineDeadError(CLOSED)
         process = self.process or self._start()
         deadline = time.monotonic() + seconds
         try:
@@ -122,6 +122,8 @@ class Worker:
             raise RequestError(f"{BROKEN}: it takes more than {seconds:g} s") from None
         except (OSError, msgspec.MsgspecError):
             self._kill()
+            if self._is_closed:
+                raise EngineDeadError(CLOSED) from None
             raise RequestError(BROKEN) from None
         except BaseException:  # such as an interrupt: an answer may be left
             self._kill()

@@ -70,6 +70,7 @@ class Shared:
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
         self.image_threads = ThreadPoolExecutor(count_processes() + NUM_WAITING, "images", begin_thread)
+        self.num_preparing = 0  # requests that are being prepared in a thread
         self.logged: set[str] = set()  # what `log_once` has logged
 
     def find(self, tenant: Tenant, model: str | None) -> Context:
@@ -240,8 +241,12 @@ class Context:
         return work() if is_short else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run slow work in a thread, anew in another one if it reads images. RequestError if it takes too long."""
-        loop = asyncio.get_running_loop()
+        """Run slow work in a thread, anew in another one if it reads images.
+
+        RequestError if it takes too long, EngineDeadError if the server ends before a thread has taken it.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        self.shared.num_preparing += 1
         try:
             async with asyncio.timeout(self.prepare_seconds):
                 try:
@@ -250,6 +255,12 @@ class Context:
                     return await loop.run_in_executor(self.shared.image_threads, work)
         except TimeoutError:
             raise RequestError(f"the request took more than {self.prepare_seconds:g} s to prepare") from None
+        except asyncio.CancelledError:
+            if task is None or task.cancelling():
+                raise
+            raise EngineDeadError("the server ends before this request has been prepared") from None
+        finally:
+            self.shared.num_preparing -= 1
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -247,7 +247,7 @@ class Server:
         return seconds is not None and not self._end_requested.is_set() and now - self._busy_at > seconds
 
     async def _drain(self) -> None:
-        """Wait until no request runs, or the end is forced."""
+        """Wait until no request runs or is prepared, or the end is forced."""
         engines, seconds = self._engines, self._config.serve.http.drain_seconds
         engines.drain()
         if self._is_passed:
@@ -256,10 +256,13 @@ class Server:
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while loop.time() < end and (running := engines.running) and not self._end_requested.is_set():
-            await wait_for_any(
-                min(TICK_SECONDS, end - loop.time()), running[0].client.idle, self._end_requested, engines.dead
-            )
+        while loop.time() < end and not self._end_requested.is_set():
+            running, is_preparing = engines.running, self._shared.num_preparing > 0
+            if not running and not is_preparing:
+                break
+            idle = [each.client.idle for each in running[:1]]
+            tick = POLL_SECONDS if is_preparing else TICK_SECONDS
+            await wait_for_any(min(tick, end - loop.time()), *idle, self._end_requested, engines.dead)
             engines.check()
             if engines.state is EngineState.DEAD:
                 return await self._report_death()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from atom.errors import RequestError
+from atom.errors import EngineDeadError, RequestError
 from atom.images.decode import Decoder
 from atom.images.processor import Processor
 from atom.process.child_process import start_python
@@ -153,7 +153,7 @@ def test_closing_ends_the_image_that_is_decoded_and_begins_no_other():
         decoding = threads.submit(decode, decoder, b"")
         time.sleep(0.1)
         decoder.close()
-        with pytest.raises(RequestError, match="cannot be decoded"):
+        with pytest.raises(EngineDeadError, match="atom ends"):
             decoding.result(5.0)
-        with pytest.raises(RequestError, match="atom ends"):
+        with pytest.raises(EngineDeadError, match="atom ends"):
             decode(decoder, b"")

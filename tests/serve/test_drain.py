@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import io
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
+import PIL.Image
+import pixtral
 import pytest
 import serving
 import wire
@@ -70,6 +74,33 @@ def test_a_second_signal_ends_at_once(start_server: Start):
     wire.wait_until(lambda: health(server) == (503, "draining"))
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(wire.SECONDS) == 0
+
+
+def test_a_request_whose_image_is_still_read_is_answered(tmp_path: Path):
+    pixtral.save("Llava", tmp_path / "model")
+    template = tmp_path / "template.jinja"
+    template.write_text("What? [IMG]")
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (16, 8)).save(file, "PNG")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as source,
+        serving.started(
+            tmp_path / "model", tmp_path, "serve.image_domains=[127.0.0.1]", f"serve.http.chat_template={template}",
+            stub={},
+        ) as server,
+    ):  # fmt: skip
+        url = f"http://127.0.0.1:{source.getsockname()[1]}/a.png"
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": False}
+        waiting = wire.Stream(server.url, body, path="/v1/chat/completions")
+        reading, _ = source.accept()
+        with reading:
+            assert reading.recv(1 << 16).startswith(b"GET /a.png ")
+            server.process.send_signal(signal.SIGTERM)
+            wire.wait_until(lambda: health(server) == (503, "draining"))
+            reading.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + file.getvalue())
+        assert wire.read_answer(waiting.file).status == 200
+        assert server.process.wait(wire.SECONDS) == 0
 
 
 def test_a_signal_ends_a_server_that_loads(talker: Path, tmp_path: Path):

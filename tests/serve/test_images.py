@@ -328,6 +328,17 @@ def test_no_image_is_read_once_nobody_waits_for_it(config: Config, path: str, mo
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_request_that_no_thread_takes_before_the_end_is_to_be_tried_again(config: Config, path: str):
+    def end(context: Any) -> None:
+        occupied = [context.shared.image_threads.submit(time.sleep, 0.5) for _ in range(50)]
+        asyncio.get_running_loop().call_later(0.2, context.shared.close)
+        assert occupied
+
+    answer, _ = scripted.post(config, Said(["Hi"]), {"model": "m"} | bodies(RED)[path], path, before=end)
+    assert answer.status_code == 503 and "the server ends before this request has been prepared" in answer.text
+
+
 def test_texts_are_prepared_while_images_are_decoded(config: Config):
     """More requests with images than there are threads for texts."""
     goes_on, waiting = threading.Event(), []

@@ -142,7 +142,7 @@ class EngineClient(asyncio.Protocol):
         QueueFullError beyond max_queue, RequestError for a request that exceeds it by itself or whose id is in use,
         EngineDeadError if the engine is dead.
         """
-        if self.state is not EngineState.READY:
+        if not self.takes_requests:
             raise EngineDeadError(f"the engine is {self.state}")
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
@@ -211,8 +211,13 @@ class EngineClient(asyncio.Protocol):
         self._send(make(id))
         return await answer
 
+    @property
+    def takes_requests(self) -> bool:
+        """Also while it drains: of those that have come before, some are still being prepared."""
+        return self.state in (EngineState.READY, EngineState.DRAINING)
+
     def drain(self) -> None:
-        """Accept no more requests."""
+        """Accept no more requests but those that have come."""
         if self.state in (EngineState.READY, EngineState.LOADING):
             self.state = EngineState.DRAINING
 

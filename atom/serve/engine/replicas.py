@@ -140,7 +140,7 @@ class Replicas:
             loads = self._find_loads(sum(one.n for one in params), options.tenant)
             number = self._router.choose(request, loads)
         replica = self[number]
-        if replica.client.state is not EngineState.READY:
+        if not replica.client.takes_requests:
             raise EngineDeadError(f"{replica.name} is {replica.client.state}")
         stream = replica.client.submit(prompts, params, options, id=id)
         stream.engine = number
@@ -182,7 +182,7 @@ class Replicas:
 
     def _find_serving(self) -> list[Replica]:
         """The replicas that serve. EngineDeadError if there is none."""
-        serving = [each for each in self if each.client.state is EngineState.READY]
+        serving = [each for each in self if each.client.takes_requests]
         if not serving:
             raise EngineDeadError(f"the engine is {self.state}")
         return serving

@@ -8,12 +8,14 @@ tower_modules(vision)                   # {"visual"}: the modules of a checkpoin
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 
 from atom.config.resolve_model import check_assumed
 from atom.config.schema import AttentionConfig, Config, ModelConfig, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
+DOMAIN = re.compile(r"(\*\.)?[^\s/:*@\[\]]+|[0-9a-fA-F:.]+")  # or an address
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SERVING = ("serve", "batch", "compile")  # jobs that serve, and the one that prepares their start
 RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of processors have
@@ -22,9 +24,13 @@ RESAMPLE = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers, whic
 def choose_images(config: Config) -> bool:
     """Whether images are read: as asked, else by jobs that serve, with Pillow, if the model has a tower.
 
-    ConfigError if they are asked for of stages or data groups.
+    ConfigError if they are asked for of stages or data groups, or given and not read, or to be fetched from no server.
     """
     asked, parallel = config.serve.images, config.parallel
+    if asked is False and config.images:
+        raise ConfigError("serve.images=false reads none of images; leave one of both out")
+    if (url := next((each for each in config.serve.image_domains if not DOMAIN.fullmatch(each)), None)) is not None:
+        raise ConfigError(f"serve.image_domains: {url!r} is no domain; write it as images.example.org or *.example.org")
     if asked is None and config.images:
         asked = True
     divided = next((name for name in ("pipeline", "data") if getattr(parallel, name) > 1), None)
@@ -44,8 +50,10 @@ def derive_vision(config: Config) -> VisionConfig | None:
     """Check a model's tower, and replace null. `serve.images` is not looked at."""
     vision, at = config.model.vision, "model.vision"
     if vision is None:
-        why = f"model={config.model.name} has no encoder of them" if config.hf.get("vision_config") else "it reads none"
-        raise ConfigError(f"serve.images=true: {config.checkpoint or 'the embedded checkpoint'}: {why}; leave it out")
+        tower, given = config.hf.get("vision_config"), "serve.images=true" if config.serve.images else "images"
+        kind = f"model_type={tower['model_type']}" if tower and tower.get("model_type") else "them"
+        why = f"model={config.model.name} has no encoder of {kind}" if tower else "it reads no images"
+        raise ConfigError(f"{given}: {config.checkpoint or 'the embedded checkpoint'}: {why}; leave it out")
     for name in ("hidden", "layers", "width"):
         if not getattr(vision, name):
             raise ConfigError(f"{at}.{name}=0: a tower has more; set it")

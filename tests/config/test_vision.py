@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from atom.config import VisionConfig
 from atom.config.load import load
-from atom.errors import AtomError, UnsupportedError
+from atom.errors import AtomError, ConfigError, UnsupportedError
 
 NUMBERS = {"patch_size": 4, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 
@@ -91,3 +91,21 @@ def test_a_server_without_pillow_serves_the_text(folder: Path, monkeypatch: pyte
     assert not load([*given, "job=generate"]).reads_images
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert not load(given).reads_images
+
+
+@pytest.mark.parametrize("domain", ["https://example.org", "example.org/a", "example.org:80", "*", ""])
+def test_a_domain_that_no_url_can_have_is_refused(domain: str, folder: Path) -> None:
+    given = [f"checkpoint={folder}", "device=cpu", "load_dummy=true", "serve.images=false"]
+    load([*given, 'serve.image_domains=["*.example.org",localhost,127.0.0.1,"::1"]'])
+    with pytest.raises(ConfigError, match=r"serve\.image_domains: '.*' is no domain; write it as images\.example\.org"):
+        load([*given, f'serve.image_domains=["{domain}"]'])
+
+
+def test_images_that_are_not_read_are_refused_at_the_start(folder: Path) -> None:
+    given = ["device=cpu", "load_dummy=true", "job=generate", "images=[photo.jpg]"]
+    with pytest.raises(ConfigError, match=r"serve\.images=false reads none of images"):
+        load([f"checkpoint={folder}", *given, "serve.images=false"])
+    with pytest.raises(
+        ConfigError, match=r"^images: .*: model=qwen3 has no encoder of model_type=qwen3_vl_vision; leave it out"
+    ):
+        load([f"checkpoint={folder}", "model=qwen3", *given])

@@ -92,6 +92,7 @@ def test_another_tower_is_refused(field: str, value: Any, tmp_path: Path) -> Non
     (config["vision_config"] if field == "model_type" else config)[field] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        AtomError, match=r"vision_feature_layer=-2 in its config.json is not supported|has no encoder of them"
+        AtomError,
+        match=r"vision_feature_layer=-2 in its config.json is not supported|has no encoder of model_type=clip_vision_model",
     ):
         load_with_images(tmp_path)

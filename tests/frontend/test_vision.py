@@ -180,7 +180,7 @@ def test_a_tower_is_read_only_if_images_are(tmp_path: Path) -> None:
         ("model.attention.rope.sections=[1,1,1]", "are not of 6 frequencies"),
         ("model.vision.out=40", "out=40: hidden states of the body have 48 numbers"),
         ("model.vision.window=2", "window is of layers of type sliding_attention"),
-        ("model=qwen3", "model=qwen3 has no encoder of them"),
+        ("model=qwen3", "model=qwen3 has no encoder of model_type=qwen3_vl"),
     ],
 )
 def test_what_a_tower_does_not_fit_is_refused(override: str, says: str, tmp_path: Path) -> None:

@@ -533,7 +533,7 @@ class VisionConfig:
     o_bias: bool = True  # on o
     layer_scale: bool = False  # what a block gives is multiplied by a stored vector
     rope_theta: float | None = number(None, 0, above=True)  # half of a head turns by row, half by column; null: no rope
-    rope_order: str = one_of("halves", "alternating", "interleaved", "apart")  # of pairs of dims, see `write_vision`
+    rope_order: str = one_of("halves", "alternating", "interleaved", "apart")  # of pairs of dims, see `rotary_of`
     qk_norm: str = one_of("none", "per_head", "whole")  # ahead of the rope; whole: of all heads together
     v_norm: bool = False  # values of a head are normed, without a weight
     scale: float | None = number(None, 0, above=True)  # of scores; null: 1 by the root of a head's dims

@@ -3,8 +3,8 @@
     write_vision(graph.program("vision"), model.vision, dtype="bf16")
 
 Its layers are those of a decoder, written by the same blocks, but for attention, in which each patch sees all of its
-image, or of a window, and which keeps nothing. Roles, besides those of layers: `patch`, `positions`, `merge_…`,
-`deepstack_…`.
+image, or of a window, and which keeps nothing. Roles, besides those of layers and of `merger.py`: `patch`, `class`, and
+`positions`, or `position_table` of a table that is stored without `.weight`.
 
 Inputs, P patches of any number of images, those that become one row side by side:
 
@@ -37,19 +37,15 @@ from atom.config import (
 )
 from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
+from atom.frontend.merger import write_merger
 from atom.frontend.rope import rope_freqs
 from atom.frontend.writer import Segments, Writer, required
-from atom.graph import VISION, Apply, Cat, Program, Recipe, Slice, Transpose, Type, W, ops
+from atom.graph import VISION, Cat, Program, Recipe, Slice, Type, W, ops
 from atom.graph.ops.base import multiply
 from atom.graph.ops.vision import PLACE
 from atom.graph.recipe_ranges import narrow
 
 LEVELS = 255.0  # of a pixel
-NORMS = {  # by norm_kind of a merger; eps are those of the tower unless it has its own
-    "layer": NormConfig(kind="layer", bias=True),
-    "rms_offset": NormConfig(offset=1.0),
-    "rms_plain": NormConfig(weight=False),
-}
 AS_STORED = QuantConfig()  # quant= is of the text; a tower has a few percent of the weights
 
 
@@ -78,10 +74,10 @@ def write_vision(program: Program, vision: VisionConfig, dtype: str) -> None:
         x, _ = write_layer(in_layers, x, rotary, layer)
         if layer in vision.deepstack:
             index = vision.deepstack.index(layer)
-            parts.append(merge(writer, vision, without_class(x), "deepstack", index))
+            parts.append(write_merger(writer, vision, without_class(x), "deepstack", index))
     if vision.final_norm:
         x = writer.norm(x, "final_norm", name="x")
-    rows = [merge(writer, vision, without_class(x), "merge"), *parts]
+    rows = [write_merger(writer, vision, without_class(x), "merge"), *parts]
     program.output(rows[0] if len(rows) == 1 else writer.call(ops.join, *rows, name="rows"))
 
 
@@ -125,22 +121,28 @@ def embed_patches(writer: Writer, vision: VisionConfig, patches: Node, places: N
     if vision.table_length is not None:
         tables = W(writer.name("positions"), Type(writer.dtype, (2, vision.table_length, vision.hidden)))
         x = writer.call(ops.add, x, writer.call(ops.axis_tables, tables, places, name="p"), name="x")
-    if (side := vision.table_side) is None:
+    if vision.table_side is None:
         return put_class(writer, vision, x)
     num_class = int(vision.class_token)
-    shape = num_class + side**2, vision.hidden
+    shape = num_class + vision.table_side**2, vision.hidden
     if "position_table" in vision.weights:
         stored = W(writer.name("position_table"), Type(writer.dtype, shape))
     else:
         stored = writer.weight("positions", shape)
-    table = narrow(stored, num_class, shape[0])
-    if vision.table_mode == "antialias":
-        learned = writer.call(ops.resample_table, table, places, side=side, name="p")
-    else:
-        mode = {} if vision.table_mode == "bilinear" else {"mode": vision.table_mode}
-        learned = writer.call(ops.interpolate_table, table, places, side=side, **mode, name="p")
+    learned = sample_table(writer, vision, narrow(stored, num_class, shape[0]), required(places))
     x = writer.call(ops.add, x, learned, name="x")
     return put_class(writer, vision, x, narrow(stored, 0, 1))
+
+
+def sample_table(writer: Writer, vision: VisionConfig, table: Recipe, places: Node) -> Node:
+    """table [side * side, H] -> [P, H], the learned position of each patch"""
+    side, mode = vision.table_side, vision.table_mode
+    if mode == "antialias":
+        resampled: Node = writer.call(ops.resample_table, table, places, side=side, name="p")
+        return resampled
+    given = {} if mode == "bilinear" else {"mode": mode}
+    interpolated: Node = writer.call(ops.interpolate_table, table, places, side=side, **given, name="p")
+    return interpolated
 
 
 def put_class(writer: Writer, vision: VisionConfig, x: Node, position: Recipe | None = None) -> Node:
@@ -198,71 +200,3 @@ def rotary_of(writer: Writer, vision: VisionConfig, places: Node) -> Rotary:
     by_column = writer.call(ops.rotary_sections, places, between, sections=[pairs], axes=[1], name=("cos", "sin"))
     pair = tuple(writer.call(ops.join, *both, name=both[0].name) for both in zip(by_row, by_column, strict=True))
     return Rotary(pair, pair, rope.interleaved)
-
-
-def merge(writer: Writer, vision: VisionConfig, x: Node, role: str, index: int | None = None) -> Node:
-    """x [P, H] -> [M, rows of the body]: neighbours are joined, or their mean is taken, and pass linears
-
-    role: merge, or deepstack, whose norm is always of the joined ones
-    """
-    merger = vision.merger
-    num = merger.side**2
-
-    def folded(x: Node) -> Node:
-        if merger.pool == "join" or role == "deepstack":
-            joined: Node = writer.call(ops.fold_rows, x, rows=num, name="h")
-            return joined
-        mean = writer.call(ops.mean_rows, x, rows=num, name="h")
-        return (
-            standardize(writer, mean, merger.scale or 1.0) if merger.standardize else writer.scale(mean, merger.scale)
-        )
-
-    norm = "row" if role == "deepstack" else merger.norm
-
-    def normed(x: Node) -> Node:
-        own = writer
-        if merger.norm_kind != "tower":
-            own = replace(writer, model=replace(writer.model, norm=NORMS[merger.norm_kind]))
-        return own.norm(x, f"{role}_norm", index, eps=vision.eps if merger.norm_eps is None else merger.norm_eps)
-
-    h = folded(normed(x) if norm == "patch" else x)
-    h = normed(h) if norm == "row" else h
-    if merger.fold != "none":
-        rows, columns = vision.hidden if merger.fold == "patch" else required(vision.out), num * vision.hidden
-        stored = writer.matrix(f"{role}_in", (rows, columns), index)
-        by_patch = Cat(tuple(Slice(stored, patch, columns, 1, num) for patch in range(num)), 1)
-        bias = [writer.weight(f"{role}_in", (rows,), index, "bias")] if merger.fold_bias else []
-        h = writer.multiply(h, by_patch, *bias, role=f"{role}_in", layer=index)
-    width = merger.width or num * vision.hidden
-    if merger.mlp == "gated":
-        h = gate_rows(writer, vision, h, role, width, index)
-    elif merger.mlp == "plain":
-        h = writer.linear(h, f"{role}_up", width, merger.bias, index)
-        h = writer.call(ops.activate, h, kind=merger.activation, name="active")
-    if merger.mlp == "matrix":
-        stored = W(
-            writer.name(f"{role}_down", index), Type(writer.dtype, (h.meta["type"].shape[1], required(vision.out)))
-        )
-        return writer.multiply(h, Transpose(stored), role=f"{role}_down", layer=index, name="rows")
-    return writer.linear(h, f"{role}_down", required(vision.out), merger.bias, index)
-
-
-def standardize(writer: Writer, x: Node, scale: float) -> Node:
-    """x [M, H] times a number, less stored numbers, times other ones, by channel"""
-    type = Type("fp32", x.meta["type"].shape[-1:])
-    stored = (W(writer.name(f"merge_{part}"), type) for part in ("scale", "bias"))
-    by, less = (Apply(each, "scale", factor) for each, factor in zip(stored, (scale, -1 / scale), strict=True))
-    made: Node = writer.call(ops.affine, x, by, less, name=x.name)
-    return made
-
-
-def gate_rows(writer: Writer, vision: VisionConfig, h: Node, role: str, width: int, index: int | None) -> Node:
-    """h [M, I] -> [M, width]: act(gate) * up of gelu(norm(linear)), as GLM-4.1V has it"""
-    merger, model = vision.merger, replace(writer.model, norm=NormConfig(kind="layer", eps=1e-5, bias=True))
-    h = writer.linear(h, f"{role}_proj", required(vision.out), merger.bias, index)
-    h = replace(writer, model=model).norm(h, f"{role}_proj_norm", index)
-    h = writer.call(ops.activate, h, kind="gelu", name="h")
-    gate, up = writer.linears(h, {f"{role}_gate": width, f"{role}_up": width}, merger.bias, index)
-    active = writer.call(ops.activate, gate, kind=merger.activation, name="active")
-    m: Node = writer.call(ops.mul, active, up, name="m")
-    return m

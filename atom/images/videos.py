@@ -20,7 +20,7 @@ import numpy.typing as npt
 from atom.config import VideoConfig
 from atom.errors import RequestError
 from atom.images.processor import Processor, with_digest
-from atom.images.types import Image, PlacedImage, placeholder
+from atom.images.types import Image, PlacedImage, placeholder, placeholders_of
 
 FPS = 2.0  # of frames of which nothing says it: how many Qwen's own processors take
 OF_VIDEO = "video"  # in digests: a still image of equal patches is another one
@@ -74,9 +74,10 @@ def join_frames(frames: Sequence[Image], processor: Processor) -> Image:
 def place_videos(
     tokens: Sequence[int], videos: Sequence[Video], form: VideoConfig, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """A prompt's tokens with texts and placeholders in place of each video token and the two marks around it.
+    """A prompt's tokens with texts and placeholders in place of each video token and the marks around it.
 
-    RequestError if the prompt has more or fewer video tokens than videos.
+    Marks are the tokens next to the rows in `form.text`, which the prompt may leave out. RequestError if it has more or
+    fewer video tokens than videos.
     """
     starts = [at for at, each in enumerate(tokens) if each == form.token]
     if len(starts) != len(videos):
@@ -84,13 +85,14 @@ def place_videos(
         raise RequestError(f"{given}; give one for each")
     made, last = list[int](), 0
     for start, video in zip(starts, videos, strict=True):
-        made += tokens[last : max(start - 1, 0)]
-        last = start + 2
-        for image, seconds in zip(video.images, video.seconds, strict=True):
-            before, after = form.text.format(rows="\0", seconds=seconds).split("\0")
-            made += encode(before)
-            made += (placeholder(image.digest, row) for row in range(image.num_rows))
-            made += encode(after)
+        texts = (form.text.format(rows="\0", seconds=seconds).split("\0") for seconds in video.seconds)
+        around = [(encode(before), encode(after)) for before, after in texts]
+        opening, closing = around[0]
+        begin = start - (start > last and [tokens[start - 1]] == opening[-1:])
+        made += tokens[last:begin]
+        last = start + 1 + (start + 1 < len(tokens) and [tokens[start + 1]] == closing[:1])
+        for image, (before, after) in zip(video.images, around, strict=True):
+            made += [*before, *placeholders_of(image), *after]
     return [*made, *tokens[last:]]
 
 

@@ -40,6 +40,10 @@ def prepare_video(frames: list[np.ndarray], fps: float = FPS, max_pixels: int = 
     return pair_frames([prepare(frame, own, max_pixels=max_pixels) for frame in frames], own, fps)
 
 
+def encode(text: str) -> list[int]:
+    return [ord(each) for each in text]
+
+
 @pytest.mark.parametrize(
     ("num_frames", "height", "width"), [(2, 64, 96), (4, 20, 90), (5, 300, 200), (6, 160, 160), (7, 41, 33)]
 )
@@ -70,12 +74,20 @@ def test_a_prompt_has_the_text_of_transformers(num_frames: int, fps: float) -> N
         "video_metadata": [SimpleNamespace(fps=fps, frames_indices=list(range(num_frames)))],
     }
     expected = processing.replace_video_token(own, given, 0)
-    tokens = place_videos([1, 5, 8, 6, 2], [video], FORM, lambda text: [ord(each) for each in text])
+    tokens = place_videos([1, ord("S"), 8, ord("E"), 2], [video], FORM, encode)
     assert (tokens[0], tokens[-1]) == (1, 2), "the marks around the video token are left out"
     assert "".join("V" if each < 0 else chr(each) for each in tokens[1:-1]) == expected
     placed = find_images(tokens, [video])
     assert [each.image for each in placed] == list(video.images)
     assert tokens[placed[0].start : placed[0].stop] == [placeholder(first.digest, row) for row in range(first.num_rows)]
+
+
+def test_a_video_token_without_marks_leaves_its_neighbours() -> None:
+    video, start, end = prepare_video(draw(2, 64, 64)), ord("S"), ord("E")
+    whole = place_videos([start, 8, end], [video], FORM, encode)
+    assert place_videos([8], [video], FORM, encode) == whole
+    assert place_videos([1, 8, 2], [video], FORM, encode) == [1, *whole, 2]
+    assert place_videos([start, 8, 8, end, 2], [video, video], FORM, encode) == [*whole, *whole, 2]
 
 
 def test_equal_videos_are_found_one_after_the_other() -> None:
@@ -84,7 +96,7 @@ def test_equal_videos_are_found_one_after_the_other() -> None:
     still = prepare(frame, frame_processor(PROCESSOR, FORM, 4))
     assert video.images[0] == video.images[1] and video.images[0].pixels == still.pixels
     assert video.images[0].digest != still.digest, "else its placeholders may be those of a still image ahead"
-    placed = find_images(place_videos([5, 8, 6, 5, 8, 6], [video, video], FORM, lambda _: [1]), [video, video])
+    placed = find_images(place_videos([5, 8, 6, 5, 8, 6], [video, video], FORM, encode), [video, video])
     assert len({each.start for each in placed}) == 4 and sorted(placed, key=lambda each: each.start) == list(placed)
 
 

@@ -188,7 +188,7 @@ def filming(config: Config) -> Config:
     tokenizer = load_tokenizer(Path(str(config.checkpoint)))
     assert tokenizer is not None
     (token,) = tokenizer.encode("~", add_special_tokens=False)
-    video = VideoConfig(token, "<{seconds:.1f} s>{rows};", min_pixels=512, max_pixels=512)
+    video = VideoConfig(token, "<{seconds:.1f} s>\n[{rows}]", min_pixels=512, max_pixels=512)
     return replace(config, model=replace(config.model, vision=replace(tower, frames=2, video=video)))
 
 
@@ -205,7 +205,7 @@ def test_frames_of_a_video_come_to_the_engine_as_images_with_times(filming: Conf
         answer, seen = ask(filming, CHAT, body)
         assert answer.status_code == 200, answer.text
         rows = "<|endoftext|>" * 2  # 8 x 16 pixels
-        expected = f"<|im_start|>user\n<0.1 s>{rows};<0.5 s>{rows};What?<|im_end|>\n"
+        expected = f"<|im_start|>user\n<0.1 s>\n[{rows}]<0.5 s>\n[{rows}]What?<|im_end|>\n"
         assert spelled(filming, seen.prompt).startswith(expected)
         first, second = seen.options.images
         assert first.image.digest != second.image.digest and len(first.image.pixels) == 2 * 3 * 8 * 16

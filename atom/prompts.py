@@ -137,7 +137,7 @@ def place_prompt(
     """What an engine takes of a prompt: its content, and its images. RequestError if they cannot be read.
 
     reader: of the model; None: it reads no images
-    tokenizer: of texts in videos
+    vocabulary: which tokenizes the prompt, and what stands around images
     """
     if not prompt.has_images:
         return prompt.content, ()
@@ -256,7 +256,9 @@ def video_of(given: Any) -> GivenVideo:
         raise RequestError(f"a video is a list of images, an array u8[frames, h, w, 3], or a pair, not {kind}")
     if wrong := [key for key in more if key != FPS_KEY]:
         raise RequestError(f"a video has {wrong[0]!r:.100}; only {FPS_KEY} is known")
-    return GivenVideo(list(frames), more.get(FPS_KEY))
+    if not isinstance(fps := more.get(FPS_KEY), int | float | None):
+        raise RequestError(f"{FPS_KEY}={fps!r:.100} of a video; give a number")
+    return GivenVideo(list(frames), fps)
 
 
 def is_frames(given: Any) -> bool:

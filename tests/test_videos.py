@@ -93,7 +93,8 @@ def test_a_chat_about_frames_is_answered_as_by_transformers(tmp_path: Path, monk
         (other,) = engine.generate(asked, GREEDY)
         assert other["token_ids"] == made["token_ids"]
     assert engine.metrics.num_encoded_images == 2, "each pair of frames once"
-    for video, says in ((frames[0], "a video is a list of images"), ((frames, {"speed": 2}), "a video has 'speed'")):
+    wrong = [(frames[0], "a video is a list of images"), ((frames, {"speed": 2}), "a video has 'speed'")]
+    for video, says in (*wrong, ((frames, {"fps": "4"}), "fps='4' of a video; give a number")):
         with pytest.raises(RequestError, match=says):
             engine.generate({"prompt_token_ids": prompt, "multi_modal_data": {"video": video}}, GREEDY)
     engine.close()

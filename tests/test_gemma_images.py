@@ -265,6 +265,7 @@ def test_two_ranks_divide_the_heads_of_tower_and_body(name: str, models: Any) ->
         assert_same_logits(rows, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4"])
 def test_files_of_transformers_have_other_names(name: str, models: Any, tmp_path: Path) -> None:
     """The hub has vision_tower.vision_model for SigLIP's, as vLLM reads it (vllm/model_executor/models/gemma3_mm.py)."""

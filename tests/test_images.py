@@ -31,6 +31,7 @@ from atom.runtime.types import RequestOptions
 
 __all__ = ["models"]
 VIDEO = 8  # the token of a row of a video
+QUICK = ("Qwen3VL", "Qwen2_5_VL", "Qwen3_5")  # deepstack; windows; recurrent state. test_vision.py has all towers
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ def open_model(models: Callable[..., tuple[Path, Any]]) -> Iterator[Callable[...
         engine.close()
 
 
-@pytest.mark.parametrize("name", vision.MODELS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in vision.MODELS if each not in QUICK)]
+)
 def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) -> None:
     engine, model = open_model(name, max_num_batched_tokens=9)  # chunks end inside images
     prompt = make(model, LARGE)

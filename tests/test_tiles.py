@@ -33,6 +33,7 @@ from atom.images.reader import ImageReader
 from atom.images.types import Image, PlacedImage
 
 PROMPT = "ab<image>c<image>\nde"
+QUICK = ("Idefics3", "InternVL")  # as many tiles as a longer side takes; of the nearest ratio, with a class token
 SIZES = ((13, 30), (70, 41))  # height and width
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias={tiled.IMAGE: -100.0})
 
@@ -86,7 +87,9 @@ def assert_greedy(tokens: list[int], read: dict[str, torch.Tensor], model: Any) 
     assert_greedy_tokens(tokens, logits)
 
 
-@pytest.mark.parametrize("name", tiled.FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in tiled.FAMILIES if each not in QUICK)]
+)
 def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) -> None:
     engine, model, processor = open_model(name, max_num_batched_tokens=9)  # chunks end inside images
     images = [tiled.draw(*size) for size in SIZES]
@@ -206,6 +209,7 @@ def normalized(image: Image, config: Config) -> torch.Tensor:
     return (pixels / 255 - mean) / deviation
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", tiled.FAMILIES)
 @pytest.mark.parametrize("size", [(1, 1), (20, 3000), (3000, 20), (22, 22), (21, 23), (333, 517), (1, 5000)])
 def test_pixels_and_ids_are_those_of_transformers(name: str, size: tuple[int, int], models: Any) -> None:

@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 
 from atom.config.resolve_model import check_assumed
-from atom.config.schema import AttentionConfig, Config, ModelConfig, VisionConfig
+from atom.config.schema import AttentionConfig, Config, MergerConfig, ModelConfig, VisionConfig
 from atom.errors import ConfigError, UnsupportedError
 
 DOMAIN = re.compile(r"(\*\.)?[^\s/:*@\[\]]+|[0-9a-fA-F:.]+")  # or an address
@@ -79,6 +79,7 @@ def derive_vision(config: Config) -> VisionConfig | None:
         raise ConfigError(f"{at}.window is of layers of type sliding_attention in {at}.layer_types; set both, or none")
     if vision.pad and vision.max_edge is None:
         raise ConfigError(f"{at}.pad=true is of images whose sides are reduced to {at}.max_edge; set that, too")
+    check_merger(vision.merger)
     check_assumed(config, vision.assumes)
     check_bidirectional(config.model, vision)
     check_video(vision)
@@ -86,6 +87,17 @@ def derive_vision(config: Config) -> VisionConfig | None:
     check_tiles(config, vision)
     check_processor(config, vision)
     return replace(vision, out=config.model.hidden)
+
+
+def check_merger(merger: MergerConfig) -> None:
+    """Check that no field is of something that the merger has not."""
+    at = "model.vision.merger"
+    if merger.pool != "mean" and (merger.scale is not None or merger.standardize):
+        raise ConfigError(f"{at}.pool={merger.pool}: scale and standardize are of pool=mean; leave them out")
+    if merger.norm == "none" and merger.norm_kind != "tower":
+        raise ConfigError(f"{at}.norm_kind={merger.norm_kind}: the merger has no norm; leave it out")
+    if merger.fold == "none" and merger.fold_bias:
+        raise ConfigError(f"{at}.fold_bias=true: no linear folds a square; set {at}.fold")
 
 
 def check_bidirectional(model: ModelConfig, vision: VisionConfig) -> None:

@@ -180,6 +180,9 @@ def test_a_tower_is_read_only_if_images_are(tmp_path: Path) -> None:
         ("model.attention.rope.sections=[1,1,1]", "are not of 6 frequencies"),
         ("model.vision.out=40", "out=40: hidden states of the body have 48 numbers"),
         ("model.vision.window=2", "window is of layers of type sliding_attention"),
+        ("model.vision.merger.standardize=true", "pool=join: scale and standardize are of pool=mean"),
+        ("model.vision.merger={norm:none,norm_kind:layer}", "norm_kind=layer: the merger has no norm"),
+        ("model.vision.merger.fold_bias=true", "fold_bias=true: no linear folds a square"),
         ("model=qwen3", "model=qwen3 has no encoder of model_type=qwen3_vl"),
     ],
 )

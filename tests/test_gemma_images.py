@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from image_engines import load_with_images, open_engine, place_text
 from law import assert_greedy_tokens, assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
@@ -22,17 +23,15 @@ from torch import Tensor
 from atom import LLMEngine, SamplingParams, weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
-from atom.config import Config
 from atom.config.checkpoint import open_for
-from atom.config.load import load
 from atom.errors import AtomError, RequestError
 from atom.graph import BODY, Mesh, interpret_ranks
 from atom.images.encoder_inputs import encoder_inputs
 from atom.images.reader import ImageReader
-from atom.images.types import PlacedImage
 from atom.runtime.step.input import BatchShape
 from atom.runtime.types import RequestOptions, Sequence
 
+__all__ = ["open_engine"]
 PROMPTS = {
     "Gemma3": "ab<start_of_image>\nc<start_of_image><start_of_image>\n\nde",
     "Gemma4": "ab<|image|>\nc<|image|><|image|>de",
@@ -58,37 +57,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 @pytest.fixture
-def open_model(models: Any) -> Iterator[Callable[..., tuple[LLMEngine, Any, Any]]]:
-    """Engines that read images, and their references; closed after the test."""
-    opened: list[LLMEngine] = []
+def open_model(models: Any, open_engine: Any) -> Callable[..., tuple[LLMEngine, Any, Any]]:
+    """Engines that read images, and their references."""
 
     def open(name: str, **fields: Any) -> tuple[LLMEngine, Any, Any]:
         folder, model, processor = models(name)
-        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
-        opened.append(LLMEngine(model=str(folder), **{**given, **fields}))
-        return opened[-1], model, processor
+        return open_engine(folder, **fields), model, processor
 
-    yield open
-    for engine in opened:
-        engine.close()
+    return open
 
 
 def prompt_of(name: str) -> str:
     return PROMPTS[name.split()[0]]
 
 
-def load_with_images(folder: Path, *overrides: str) -> Config:
-    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
-
-
 def draw(*sizes: tuple[int, int]) -> list[np.ndarray]:
     return [gemma.draw(*size) for size in sizes]
-
-
-def place(engine: LLMEngine, text: str, images: list[np.ndarray]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-    assert engine._images is not None and engine.tokenizer is not None
-    read = [engine._images.read_local(each) for each in images]
-    return engine._images.place(engine.tokenizer.encode(text), read, engine.tokenizer)
 
 
 def answer(
@@ -97,7 +81,7 @@ def answer(
     """Answer prompts in one batch."""
     inner, asked = engine._engine, list[Sequence]()
     for text, images in prompts:
-        tokens, placed = place(engine, text, images)
+        tokens, placed = place_text(engine, text, images)
         asked += inner.prepare(tokens, params, RequestOptions(images=placed))
         inner.submit(asked[-params.n :])
     while inner.has_work:
@@ -124,7 +108,7 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     engine, model, processor = open_model(name, max_num_batched_tokens=size)  # chunks end ahead of images
     images, prompt = draw(*SIZES), prompt_of(name)
     read = gemma.read(processor, prompt, images)
-    tokens, placed = place(engine, prompt, images)
+    tokens, placed = place_text(engine, prompt, images)
     assert engine._images.show(tokens) == read["input_ids"][0].tolist()
     assert_same_logits(logits_of(engine, tokens, placed), gemma.logits(model, read))
     (sequence,) = answer(engine, (prompt, images))
@@ -142,7 +126,7 @@ def test_the_tower_may_be_an_mmproj_file(tmp_path: Path, monkeypatch: pytest.Mon
     images, placed = draw(*SIZES), None
     for checkpoint in (folder, path):  # the file has no tokenizer
         engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 22, images=True)
-        placed = placed or place(engine, PROMPT, images)
+        placed = placed or place_text(engine, PROMPT, images)
         logits = logits_of(engine, *placed)
         engine.close()
     assert_same_logits(logits, gemma.logits(model, gemma.read(processor, PROMPT, images)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 import torch
 import vision
+from image_engines import open_engine
 from image_prompts import GREEDY, LARGE, SMALL, answer, assert_greedy, make, models, place
 from law import assert_same_logits
 from probe import logits_of
@@ -29,25 +30,20 @@ from atom.errors import ConfigError, RequestError
 from atom.images.reader import ImageReader
 from atom.runtime.types import RequestOptions
 
-__all__ = ["models"]
+__all__ = ["models", "open_engine"]
 VIDEO = 8  # the token of a row of a video
 QUICK = ("Qwen3VL", "Qwen2_5_VL", "Qwen3_5")  # deepstack; windows; recurrent state. test_vision.py has all towers
 
 
 @pytest.fixture
-def open_model(models: Callable[..., tuple[Path, Any]]) -> Iterator[Callable[..., tuple[LLMEngine, Any]]]:
-    """Engines that read images, with a small KV pool, and their references; closed after the test."""
-    opened: list[LLMEngine] = []
+def open_model(models: Callable[..., tuple[Path, Any]], open_engine: Any) -> Callable[..., tuple[LLMEngine, Any]]:
+    """Engines that read images, with a small KV pool, and their references."""
 
     def open(name: str = "Qwen3VL", *, again: bool = False, **fields: Any) -> tuple[LLMEngine, Any]:
         folder, model = models(name, again=again)
-        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
-        opened.append(LLMEngine(model=str(folder), **{**given, **fields}))
-        return opened[-1], model
+        return open_engine(folder, **fields), model
 
-    yield open
-    for engine in opened:
-        engine.close()
+    return open
 
 
 @pytest.mark.parametrize(

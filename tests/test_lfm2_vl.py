@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lfm2_vl
 import pytest
 import torch
+from image_engines import load_with_images, open_engine, place_text
 from law import assert_greedy_tokens, assert_same_logits
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config, TilesConfig
-from atom.config.load import load
 from atom.errors import UnsupportedError
 from atom.images.processor import NO_LIMIT, Processor, count_room, fit_size
 from atom.images.reader import ImageReader
 from atom.images.tiles import count_by_ratio
 from atom.images.types import Image
 
+__all__ = ["open_engine"]
 PROMPT = "ab<image>c<image>\nde"
 SIZES = ((13, 20), (30, 41))  # height and width: an image that is not cut, and one that is
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias={lfm2_vl.IMAGE: -100.0})
@@ -37,23 +38,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def open_model(tmp_path: Path) -> Iterator[Callable[..., tuple[LLMEngine, Any, Any]]]:
-    """An engine that reads images, transformers' model and processor; closed after the test."""
-    opened: list[LLMEngine] = []
+def open_model(tmp_path: Path, open_engine: Any) -> Callable[..., tuple[LLMEngine, Any, Any]]:
+    """An engine that reads images, transformers' model and processor."""
 
     def open(text: str = "lfm2", *, whole: dict[str, Any] = {}, **fields: Any) -> tuple[LLMEngine, Any, Any]:  # noqa: B006
         model, processor = lfm2_vl.save(tmp_path, text, **whole)
-        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
-        opened.append(LLMEngine(model=str(tmp_path), **{**given, **fields}))
-        return opened[-1], model, processor
+        return open_engine(tmp_path, **fields), model, processor
 
-    yield open
-    for engine in opened:
-        engine.close()
-
-
-def load_with_images(folder: Path, *overrides: str) -> Config:
-    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
+    return open
 
 
 def assert_greedy(engine: LLMEngine, model: Any, processor: Any) -> None:
@@ -74,11 +66,8 @@ def test_logits_at_every_position_and_greedy_tokens(text: str, open_model: Any) 
     engine, model, processor = open_model(text, max_num_batched_tokens=9)  # chunks end inside images
     images = [lfm2_vl.draw(*size) for size in SIZES]
     read = lfm2_vl.read(processor, PROMPT, images)
-    reader = engine._images
-    placed = reader.place(
-        engine.tokenizer.encode(PROMPT), [reader.read_local(each) for each in images], engine.tokenizer
-    )
-    assert reader.show(placed[0]) == read["input_ids"][0].tolist()
+    placed = place_text(engine, PROMPT, images)
+    assert engine._images.show(placed[0]) == read["input_ids"][0].tolist()
     assert_same_logits(logits_of(engine, *placed), lfm2_vl.logits(model, read))
     for _ in range(2):  # then after a cached prefix
         assert_greedy(engine, model, processor)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pixtral
 import pytest
+from image_engines import open_engine
 from law import assert_greedy_tokens
 
 from atom import LLMEngine, SamplingParams
@@ -17,24 +18,20 @@ from atom.config.load import load
 from atom.errors import RequestError, UnsupportedError
 from atom.images.reader import ImageReader
 
+__all__ = ["open_engine"]
 IS_IMAGE = {pixtral.IMAGE: -100.0}  # a token that transformers takes for an image: no answer has it
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logit_bias=IS_IMAGE)
-FIELDS = {"dtype": "fp32", "level": 1, "images": True, "kv_cache_memory": 1 << 22, "image_memory": 1 << 20}
 
 
 @pytest.fixture
-def open_model(tmp_path: Path) -> Iterator[Callable[..., tuple[LLMEngine, Any]]]:
-    """An engine that reads images, and transformers' model; closed after the test."""
-    opened: list[LLMEngine] = []
+def open_model(tmp_path: Path, open_engine: Any) -> Callable[..., tuple[LLMEngine, Any]]:
+    """An engine that reads images, and transformers' model."""
 
     def open(name: str, tower: dict[str, Any] = {}, **fields: Any) -> tuple[LLMEngine, Any]:  # noqa: B006
         model = pixtral.save(name, tmp_path, **tower)
-        opened.append(LLMEngine(model=str(tmp_path), **{**FIELDS, **fields}))
-        return opened[-1], model
+        return open_engine(tmp_path, **fields), model
 
-    yield open
-    for engine in opened:
-        engine.close()
+    return open
 
 
 def assert_answers(engine: LLMEngine, model: Any, *prompts: tuple[pixtral.Prompt, list[pixtral.Pixels]]) -> None:

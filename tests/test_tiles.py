@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import msgspec
-import numpy as np
 import PIL.Image
 import pytest
 import tiled
 import torch
+from image_engines import load_with_images, open_engine, place_text
 from law import assert_greedy_tokens, assert_same_logits
 from probe import logits_of
 
@@ -24,14 +24,14 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, semantic_graph
 from atom.config import Config
 from atom.config.checkpoint import open_for
-from atom.config.load import load
 from atom.errors import AtomError, RequestError
 from atom.graph import Mesh, interpret_ranks, ops
 from atom.images.encoder_inputs import encoder_inputs
 from atom.images.processor import is_whole
 from atom.images.reader import ImageReader
-from atom.images.types import Image, PlacedImage
+from atom.images.types import Image
 
+__all__ = ["open_engine"]
 PROMPT = "ab<image>c<image>\nde"
 QUICK = ("Idefics3", "InternVL")  # as many tiles as a longer side takes; of the nearest ratio, with a class token
 SIZES = ((13, 30), (70, 41))  # height and width
@@ -53,29 +53,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 @pytest.fixture
-def open_model(models: Any) -> Iterator[Callable[..., tuple[LLMEngine, Any, Any]]]:
-    """Engines that read images, and their references; closed after the test."""
-    opened: list[LLMEngine] = []
+def open_model(models: Any, open_engine: Any) -> Callable[..., tuple[LLMEngine, Any, Any]]:
+    """Engines that read images, and their references."""
 
     def open(name: str, **fields: Any) -> tuple[LLMEngine, Any, Any]:
         folder, model, processor = models(name)
-        given = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
-        opened.append(LLMEngine(model=str(folder), **{**given, **fields}))
-        return opened[-1], model, processor
+        return open_engine(folder, **fields), model, processor
 
-    yield open
-    for engine in opened:
-        engine.close()
-
-
-def load_with_images(folder: Path, *overrides: str) -> Config:
-    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
-
-
-def place(engine: LLMEngine, text: str, images: list[np.ndarray]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-    assert engine._images is not None and engine.tokenizer is not None
-    read = [engine._images.read_local(each) for each in images]
-    return engine._images.place(engine.tokenizer.encode(text), read, engine.tokenizer)
+    return open
 
 
 def assert_greedy(tokens: list[int], read: dict[str, torch.Tensor], model: Any) -> None:
@@ -94,7 +79,7 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     engine, model, processor = open_model(name, max_num_batched_tokens=9)  # chunks end inside images
     images = [tiled.draw(*size) for size in SIZES]
     read = tiled.read(processor, PROMPT, images)
-    tokens, placed = place(engine, PROMPT, images)
+    tokens, placed = place_text(engine, PROMPT, images)
     assert engine._images.show(tokens) == read["input_ids"][0].tolist()
     assert_same_logits(logits_of(engine, tokens, placed), tiled.logits(model, read))
     (answer,) = engine.generate({"prompt": PROMPT, "multi_modal_data": {"image": images}}, GREEDY)

@@ -11,6 +11,7 @@ import numpy as np
 import pixtral
 import pytest
 import torch
+from image_engines import load_with_images
 from law import assert_same_logits
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
@@ -19,17 +20,12 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config import Config, VisionConfig
 from atom.config.checkpoint import open_for
-from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import interpret, ops, verify
 from atom.images.encoder_inputs import encoder_inputs
 from atom.images.layout import lay_out
 from atom.images.processor import Processor, fit_size, prepare, processor_of
 from atom.images.prompts import place_images, show_placeholders
-
-
-def load_with_images(folder: Path, *overrides: str) -> Config:
-    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
 
 
 def tower_of(config: Config) -> tuple[VisionConfig, Processor]:

@@ -11,6 +11,7 @@ import gguf_files
 import pytest
 import torch
 import vision
+from image_engines import load_with_images
 from law import assert_same_logits
 from torch import Tensor
 
@@ -19,15 +20,10 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, compile_model, semantic_graph
 from atom.config import Config
 from atom.config.checkpoint import open_for
-from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import Graph, Mesh, Recipe, interpret, interpret_ranks, ops, show, verify
 from atom.images.encoder_inputs import encoder_inputs
 from atom.runtime.step.program import Bindings, Executable
-
-
-def load_with_images(folder: Path, *overrides: str) -> Config:
-    return load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", "serve.images=true", *overrides])
 
 
 def read(config: Config, graph: Graph) -> Callable[[Recipe], Any]:

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3VLProcessor of transformers 5.24.0 replaces <|video_pad|> only, so the marks that chat templates write around it stay
-# around the frames, each of which has marks of its own. transformers 4.57 and vLLM replace the token and both marks. atom
-# does as these.
+# around the frames, each of which has marks of its own. transformers 4.57 and vLLM replace the token and both marks.
 # Seen: SVE of a prompt becomes S<0.5 seconds>SVE<2.5 seconds>SVEE.
 set -euo pipefail
 folder=$(mktemp -d)

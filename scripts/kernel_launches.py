@@ -452,7 +452,7 @@ def _argument(type: Any, rows: int) -> Any:
 def call_the_rest(arch: str) -> None:
     """Call what no step of these models calls."""
     attend(arch)
-    attend_images()
+    attend_images(arch)
     multiply_by_many_experts(arch)
     expand_adapters()
     recur()
@@ -506,8 +506,9 @@ def attend(arch: str) -> None:
                 rope.norm_rope(q, k, angle, angle, norm, norm, eps=1e-6)
 
 
-def attend_images() -> None:
+def attend_images(arch: str) -> None:
     """By heads of vision towers, of images and of windows."""
+    from atom.kernels.hopper import segment_attention as hopper_segments
     from atom.kernels.triton.attention.segments import segment_attention
 
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 72, 80, 88, 128)):
@@ -515,6 +516,8 @@ def attend_images() -> None:
         for segments in (2, 40):
             starts = zeros(segments + 1, dtype=torch.int32)
             segment_attention(*qkv.unbind(1), starts, scale=0.1)
+            if arch == "sm_90" and hopper_segments.suits(qkv[:, 0], starts):
+                hopper_segments.segment_attention(*qkv.unbind(1), starts, scale=0.1)
 
 
 def multiply_by_many_experts(arch: str) -> None:

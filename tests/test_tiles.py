@@ -94,7 +94,7 @@ def test_the_tower_may_be_an_mmproj_file(models: Any, tmp_path: Path) -> None:
     images = [tiled.draw(*size) for size in SIZES]
     for checkpoint in (folder, path):  # the file has no tokenizer
         engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 22, images=True)
-        placed = placed or place(engine, PROMPT, images)
+        placed = placed or place_text(engine, PROMPT, images)
         logits = logits_of(engine, *placed)
         engine.close()
     assert_same_logits(logits, tiled.logits(model, tiled.read(processor, PROMPT, images)))

@@ -203,6 +203,6 @@ def test_a_trace_is_sent_at_its_times(tmp_path: Path, capsys: pytest.CaptureFixt
     warmup, *asked = [each.json()["prompt"] for each in stub.of("POST")]
     assert len(asked) == 3 and asked[0] == asked[1] == asked[2] != warmup, "a warm-up leaves no block in a cache"
     starts = result["start_times"]
-    assert starts[1] - starts[0] >= 0.14 and starts[2] - starts[1] >= 0.14
+    assert starts[1] - starts[0] >= 0.14 and starts[2] - starts[0] >= 0.29, "none is early, whatever delays it"
     assert "first_turn_cached_share" not in result and result["output_lens"] == [9] * 3
     assert "3 requests to" in (err := capsys.readouterr().err) and "over 0.3 s, as in the trace; prompts of 40" in err

@@ -96,7 +96,8 @@ def open_engine(
         if host is not None:
             host.files = open_kv_files(host, serve, pin_memory=config.device != "cpu")
         files = None if host is None else host.files
-        salt = b"" if files is None else identify_kv(graph, model.stored, scales, serve.block_size)
+        window = None if config.model.vision is None else config.model.vision.window
+        salt = b"" if files is None else identify_kv(graph, model.stored, scales, serve.block_size, window)
         caches = open_caches(kinds, num_blocks, host, salt, serve, mesh.data)
         drafter = open_drafter(config.drafts, config.drafting is not None)
         overlap = config.stages_overlap
@@ -240,11 +241,15 @@ def open_runners(
     return runner, num_blocks, stages, values
 
 
-def identify_kv(graph: Graph, stored: Sequence[str], scales: Mapping[str, float], block_size: int) -> bytes:
+def identify_kv(
+    graph: Graph, stored: Sequence[str], scales: Mapping[str, float], block_size: int, window: int | None = None
+) -> bytes:
     """A digest of all that KV depends on besides tokens: the text, which has dtypes and layouts, and the weights.
 
     stored: descriptions of the weights' files
+    window: of the tower, which is in its inputs and not in its text; None: it has none
     """
     states = [f"{state.name} {state.kind} {state.type}" for state in graph.states()]
     parts = [digest_of(graph), *stored, *states, f"{block_size} {sorted(scales.items())}"]
+    parts += [] if window is None else [f"window {window}"]
     return hashlib.sha256("\n".join(parts).encode()).digest()

@@ -32,10 +32,11 @@ def f(q: fp32[T, 1, 4], k: fp32[T, 1, 4]):
         {"stored": ["model.safetensors 10 2"]},
         {"scales": {"k": 0.5}},
         {"block_size": 32},
+        {"window": 4},
     ],
-    ids=["text", "weights", "scales", "block size"],
+    ids=["text", "weights", "scales", "block size", "window of a tower"],
 )
-def test_kv_is_another_s_if_text_weights_scales_or_blocks_differ(other: dict[str, Any]):
+def test_kv_is_another_s_if_text_weights_scales_blocks_or_windows_differ(other: dict[str, Any]):
     known: dict[str, Any] = {"graph": parse(TEXT), "stored": ["model.safetensors 10 1"], "scales": {}, "block_size": 16}
     assert identify_kv(**known) == identify_kv(**{**known, "graph": parse(TEXT)})
     assert identify_kv(**known) != identify_kv(**{**known, **other})

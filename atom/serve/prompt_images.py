@@ -27,6 +27,7 @@ from atom.serve.content import IMAGE, VIDEO
 from atom.serve.http.errors import FieldError, shown
 
 _thread = threading.local()
+NO_FRAMES = "a video has no frames: give their URLs, or data:video/jpeg;base64,FRAME,FRAME,…; files are not read"
 PLACE = "place"  # field of a template's part: which image of the conversation it is
 
 
@@ -94,8 +95,12 @@ class PromptImages:
 
     def read_video(self, given: GivenVideo) -> dict[str, Any]:
         """The part of a template's content for a video, as `read`."""
-        if self._reader is None or not self._reader.takes_videos:
+        if self._reader is None:
             return stand_in(given, VIDEO)
+        if not self._reader.takes_videos:
+            return stand_in(given._replace(known=f"{given.known}, image_url"), VIDEO)
+        if not given.frames:
+            return stand_in(given, VIDEO, RequestError(NO_FRAMES))
         frames = []
         for url in given.frames:
             self._check_thread()

@@ -339,12 +339,6 @@ def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], m
     assert describe(caught.value) == (next(iter(more)), message)
 
 
-def test_a_file_of_a_video_is_refused():
-    video = {"type": "video_url", "video_url": {"url": "http://x"}}
-    _, message = fault(ChatRequest, {"messages": [{"role": "user", "content": [video]}]})
-    assert message == "messages.0.content.0.video_url.url: String should match pattern '^data:video/jpeg;base64,'"
-
-
 def test_sleep_is_refused_without_its_setting(server: Server):
     for path in ("/sleep", "/wake_up"):
         answer = wire.ask(server.url, "POST", path)

@@ -228,14 +228,48 @@ def test_a_video_that_cannot_be_read_is_a_fault_of_the_request(filming: Config, 
         assert says in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("given", ["data:video/mp4;base64,AAAA", "https://example.org/a.mp4", "data:video/jpeg;base64"])
+def test_a_file_of_a_video_is_refused_as_one(filming: Config, config: Config, given: str):
+    part = {"type": "video_url", "video_url": {"url": given}}
+    for own, says in ((filming, "a video has no frames: give their URLs, or data:video/jpeg;base64,"),
+                      (config, "video_url blocks are not supported here (supported: text, image_url)")):  # fmt: skip
+        answer, _ = ask(own, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+        assert answer.status_code == 400 and f"messages.0.content.0: {says}" in answer.json()["error"]["message"]
+
+
 def test_a_model_without_videos_refuses_them_but_in_results_of_tools(config: Config):
     for part in clip(RED, BLUE):
         answer, _ = ask(config, CHAT, {"messages": [{"role": "user", "content": [part]}]})
-        says = f"messages.0.content.0: {part['type']} blocks are not supported here (supported: text)"
+        says = f"messages.0.content.0: {part['type']} blocks are not supported here (supported: text, image_url)"
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
         result = {"role": "tool", "tool_call_id": "call_1", "content": [part]}
         answer, seen = ask(config, CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}, result]})
         assert answer.status_code == 200 and "[video: not shown to this model]" in spelled(config, seen.prompt)
+
+
+def test_a_type_of_another_api_is_refused_with_that_of_images_here(config: Config):
+    types = {CHAT: ("input_image", "text; image_url"), MESSAGES: ("image_url", "text, thinking, tool_use, tool_result; image"),
+             RESPONSES: ("image_url", "input_text, output_text, reasoning_text; input_image")}  # fmt: skip
+    for path, (given, known) in types.items():
+        messages = [{"role": "user", "content": [{"type": given, "image_url": url(RED)}]}]
+        body = {"input": messages} if path == RESPONSES else {"messages": messages, "max_tokens": 5}
+        answer, _ = ask(config, path, body)
+        says = f"content.0: {given} blocks are not supported here (supported: {known}, if the model reads images)"
+        assert answer.status_code == 400 and says in answer.text
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "video", "video": [url(RED)] * 2, "fps": 0}, "messages.0.content.0.fps: Input should be greater than 0"),
+        ({"type": "video", "video": [url(RED), 5]}, "messages.0.content.0.video.1: Input should be a valid string"),
+        ({"type": "image_url", "image_url": None}, "messages.0.content.0.image_url: Input should be"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "messages.0.content.0.image_url.url: Input should be"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_of_a_part_is_named(config: Config, part: dict[str, Any], says: str):
+    answer, _ = ask(config, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(says), answer.text
 
 
 FAULTS = {

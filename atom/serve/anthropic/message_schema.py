@@ -33,6 +33,7 @@ from atom.serve.openai.schema import (
     Text,
     Word,
     of_types,
+    offer,
     plain_json,
     tag_of,
 )
@@ -111,7 +112,7 @@ class ImageBlock(Body):
 
 
 TextBlocks = List[Annotated[TextBlock, of_types("text")]]
-ResultBlocks = List[Annotated[TextBlock | ImageBlock, Discriminator("type"), of_types("text", also=("image",))]]
+ResultBlocks = List[Annotated[TextBlock | ImageBlock, Discriminator("type"), of_types("text", image="image")]]
 Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
 Result = Annotated[Annotated[Text, Tag("a-text")] | Annotated[ResultBlocks, Tag("a-list")], Discriminator(tag_of)]
 
@@ -162,7 +163,7 @@ def of_blocks(block: object) -> object:
     """Refuse blocks of types that are not known; the refusal names those that a client makes."""
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind not in KNOWN_BLOCKS:
-        raise PydanticCustomError("type", BLOCKS, {"given": kind[:64], "known": ", ".join(SHOWN_BLOCKS)})
+        raise PydanticCustomError("type", BLOCKS, {"given": kind[:64], "known": offer(SHOWN_BLOCKS, "image")})
     return block
 
 

@@ -5,6 +5,7 @@ field, message = describe(error)       # "temperature", "temperature: Input shou
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -35,8 +36,12 @@ def find_field(fault: Any, body: Any) -> tuple[str, ...]:
         return tuple(map(str, fault["loc"][1:]))
     names: list[str] = []
     *path, last = fault["loc"][1:] or [None]
-    for part in path:
-        if has_part(body, part) and not is_tag(body, part):
+    is_past_tag = False
+    for part, following in itertools.pairwise([*path, last]):
+        if not has_part(body, part):
+            continue
+        is_past_tag = not is_past_tag and is_tag(body, part, following)
+        if not is_past_tag:
             names.append(str(part))
             body = body[part]
     if has_part(body, last) or (fault["type"] == "missing" and last is not None):
@@ -44,9 +49,11 @@ def find_field(fault: Any, body: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_tag(value: Any, part: Any) -> bool:
+def is_tag(value: Any, part: Any, following: Any) -> bool:
     """Whether a part of pydantic's location is the tag of a union, though the value has a field of that name."""
-    return isinstance(value, dict) and value.get("type") == part and not isinstance(value[part], dict | list)
+    if not isinstance(value, dict) or value.get("type") != part:
+        return False
+    return not isinstance(value[part], dict | list) or (following in value and not has_part(value[part], following))
 
 
 def has_part(value: Any, part: Any) -> bool:

@@ -80,7 +80,9 @@ class InputImage(Picture):
 
 
 TextContent = Annotated[
-    InputText | RefusalPart | InputImage, Discriminator("type"), of_types(*TEXTS, also=("refusal", "input_image"))
+    InputText | RefusalPart | InputImage,
+    Discriminator("type"),
+    of_types(*TEXTS, image="input_image", also=("refusal",)),
 ]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar
 
@@ -121,19 +122,27 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def of_types(*known: str, also: tuple[str, ...] = (), fault: LiteralString = BLOCKS) -> BeforeValidator:
-    """Refuse objects of other types by name: images, documents, and what only the servers of others run.
+def of_types(
+    *known: str, image: str = "", also: tuple[str, ...] = (), fault: LiteralString = BLOCKS
+) -> BeforeValidator:
+    """Refuse objects of other types by name: documents, sound, and what only the servers of others run.
 
+    image: the type of an image, which some models read
     also: types that pass, but are not offered
     """
 
     def check(block: object) -> object:
         given = block.get("type") if isinstance(block, dict) else None
-        if isinstance(given, str) and given not in (*known, *also):
-            raise PydanticCustomError("type", fault, {"given": given[:64], "known": ", ".join(known)})
+        if isinstance(given, str) and given not in (*known, image, *also):
+            raise PydanticCustomError("type", fault, {"given": given[:64], "known": offer(known, image)})
         return block
 
     return BeforeValidator(check)
+
+
+def offer(known: Sequence[str], image: str) -> str:
+    """The types that a refusal names; of images before it is known whether the model reads any."""
+    return ", ".join(known) + (f"; {image}, if the model reads images" if image else "")
 
 
 def must_be_null(fault: LiteralString) -> BeforeValidator:
@@ -349,7 +358,7 @@ class Clip(Picture):
 
     @property
     def frames(self) -> list[str]:
-        """The URL of each."""
+        """The URL of each; none of a video that is a file."""
         raise NotImplementedError
 
     @property
@@ -377,9 +386,7 @@ class VideoPart(Clip):
 
 
 class VideoURL(Body):
-    url: Annotated[str, Field(max_length=MAX_TEXT, pattern=r"^data:video/jpeg;base64,")] = Field(
-        description="data:video/jpeg;base64,FRAME,FRAME,…: JPEG files, as vLLM takes them"
-    )
+    url: Text = Field(description="data:video/jpeg;base64,FRAME,FRAME,…: JPEG files, as vLLM takes them")
     fps: FrameRate | None = Field(None, description=RATE)
 
 
@@ -389,7 +396,9 @@ class VideoURLPart(Clip):
 
     @property
     def frames(self) -> list[str]:
-        _, *frames = self.video_url.url.split(",")
+        head, *frames = self.video_url.url.split(",")
+        if head != "data:video/jpeg;base64":
+            return []
         return [f"data:image/jpeg;base64,{frame}" for frame in frames]
 
     @property
@@ -401,7 +410,7 @@ Parts = List[
     Annotated[
         TextPart | RefusalPart | ImagePart | VideoPart | VideoURLPart,
         Discriminator("type"),
-        of_types("text", also=("refusal", "image_url", "video", "video_url")),
+        of_types("text", image="image_url", also=("refusal", "video", "video_url")),
     ]
 ]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[Parts, Tag("a-list")], Discriminator(tag_of)]

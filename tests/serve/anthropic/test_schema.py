@@ -27,7 +27,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 def test_a_block_of_another_type_is_refused_by_name_in_one_error():
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    supported = "(supported: text, thinking, tool_use, tool_result)"
+    supported = "(supported: text, thinking, tool_use, tool_result; image, if the model reads images)"
     video = image | {"type": "video"}
     assert faults(user({"type": "text", "text": "a"}, video)) == [
         ("messages.0.content.1", f"video blocks are not supported here {supported}")
@@ -37,7 +37,10 @@ def test_a_block_of_another_type_is_refused_by_name_in_one_error():
     ]
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "video"}]}
     assert faults(user(result)) == [
-        ("messages.0.content.0.tool_result.content.0", "video blocks are not supported here (supported: text)")
+        (
+            "messages.0.content.0.tool_result.content.0",
+            "video blocks are not supported here (supported: text; image, if the model reads images)",
+        )
     ]
     assert faults(LEAST | {"system": [image]}) == [
         ("system.0", "image blocks are not supported here (supported: text)"),

@@ -51,6 +51,8 @@ class MmprojCheckpoint(Checkpoint):
         self._stored: dict[str, GGUFTensor] = {}
         self.config, self.generation_config = {}, {}
         if metadata.get("general.architecture") == "clip" and PATCH in stored:  # others may be of sound
+            if len(shape := stored[PATCH].shape) != 4:
+                raise CheckpointError(f"{path}: tensor {PATCH} is {list(shape)}, not a convolution of 4 dims")
             self._stored |= in_one_form(stored, whole_number(path, HIDDEN, metadata.get(HIDDEN)))
             self.config |= make_vision_config(path, metadata, stored, self._stored)
         self.tensors = {name: StoredTensor(dtype_of(each), each.shape) for name, each in self._stored.items()}
@@ -178,5 +180,6 @@ def make_vision_config(
     config: dict[str, Any] = {"vision_config": vision, "image_processor": processor}
     if side := whole_number(path, "projector.scale_factor", own.get("projector.scale_factor", 0)):
         config["scale_factor"] = side
-        config["mm_tokens_per_image"] = (vision["image_size"] // vision["patch_size"] // side) ** 2
+        image, patch = (whole_number(path, key, own.get(key)) for key in ("image_size", "patch_size"))
+        config["mm_tokens_per_image"] = (image // max(patch, 1) // side) ** 2
     return config

@@ -112,6 +112,26 @@ def test_only_what_images_need_is_read_of_it(model: Path) -> None:
     assert [file.name for file in both.files()] == ["mmproj-tiny.gguf", "tiny.gguf"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((4, 12), r"v\.patch_embd\.weight is \[4, 12\], not a convolution"),
+        ((4, 3, 2, 2), "image_size is None, not a whole"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(shape: tuple[int, ...], says: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.add_vision_embedding_length(4)
+    writer.add_vision_projector_scale_factor(2)
+    writer.add_tensor("v.patch_embd.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=says):
+        MmprojCheckpoint(tmp_path / "mmproj.gguf")
+
+
 def test_tensors_are_in_one_form(model: Path, tmp_path: Path) -> None:
     stored = load_file(model / "hub" / "model.safetensors")
     stored = {name.removeprefix("model.visual."): each for name, each in stored.items()}

@@ -201,6 +201,7 @@ class Graphs:
             self._sample_in_every_way()
             self._rehearse_mixed(BatchShape(max_tokens, max_rows, max_rows))  # with which memory is measured
             self._rehearse_images(BatchShape(min(max_tokens, LONG), 1, 1))
+            self._rehearse_images(BatchShape(max_tokens, max_rows, max_rows))
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
                     self._rehearse_mixed(shape)

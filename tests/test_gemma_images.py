@@ -270,6 +270,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def test_a_side_longer_than_the_table_of_positions_is_refused(open_model: Any) -> None:
+    engine, _, _ = open_model("Gemma4", max_num_batched_tokens=75)
+    with pytest.raises(RequestError, match="an image of 3000 x 20 pixels: a side has 210 patches, the model takes 90"):
+        answer(engine, ("a<|image|>", draw((20, 3000))))
+    assert len(answer(engine, ("a<|image|>", draw((20, 200))))) == 1, "it still runs"
+
+
 def test_an_image_that_no_step_computes_at_once_is_refused(open_model: Any) -> None:
     engine, _, _ = open_model("Gemma3", max_num_batched_tokens=8)
     with pytest.raises(RequestError, match="an image takes 13 tokens, which see each other, more than a step's 8"):

@@ -44,6 +44,7 @@ class Processor(NamedTuple):
     area: int | None = None  # patches to which every image is resized, or a few less
     own_row_token: int | None = None  # id of the token that stands for a row in a prompt; None: token
     num_frames: int = 1  # of a video; the limits are of the pixels of all of them
+    max_line: int | None = None  # patches of a side; the tower has a table of that many
 
     @property
     def row_token(self) -> int:
@@ -68,12 +69,15 @@ def processor_of(vision: VisionConfig) -> Processor:
     numbers = vision.patch, vision.frames, vision.merger.side, vision.min_pixels, vision.max_pixels
     edges = vision.min_edge, vision.max_edge
     return Processor(
-        *numbers, vision.token, vision.resample, *edges, vision.pad, vision.tiles, vision.area, vision.row_token
-    )
+        *numbers, vision.token, vision.resample, *edges, vision.pad, vision.tiles, vision.area, vision.row_token,
+        max_line=vision.table_length,
+    )  # fmt: skip
 
 
 def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int = NO_LIMIT) -> Image:
-    """Make what the encoder takes of an image u8[height, width, 3]. RequestError if its sides differ too much.
+    """Make what the encoder takes of an image u8[height, width, 3].
+
+    RequestError if its sides differ too much, also for a tower's table of positions.
 
     max_pixels: of all tiles, a further limit than the processor's
     """
@@ -81,7 +85,7 @@ def prepare(pixels: Pixels, processor: Processor, *, max_pixels: int = NO_LIMIT)
 
 
 def make_patches(pixels: Pixels, processor: Processor, max_pixels: int = NO_LIMIT) -> Image:
-    """As prepare, without a digest."""
+    """As `prepare`, without a digest."""
     scale = functools.partial(resize, resample=processor.resample)
     height, width, limit = *pixels.shape[:2], max(max_pixels, processor.side**2)
     num_tiles = count_room(height, width, processor, limit)
@@ -92,6 +96,11 @@ def make_patches(pixels: Pixels, processor: Processor, max_pixels: int = NO_LIMI
     else:
         pieces, tiles = [fill(scale(pixels, *fit_size(height, width, processor, limit)), processor.side)], (1, 1)
     grids = tuple((1, *(size // processor.patch for size in piece.shape[:2])) for piece in pieces)
+    line = max(max(grid) for grid in grids)
+    if processor.max_line is not None and line > processor.max_line:
+        raise RequestError(
+            f"an image of {width} x {height} pixels: a side has {line} patches, the model takes {processor.max_line}"
+        )
     content = b"".join(cut(piece, processor).tobytes() for piece in pieces)
     num_rows = sum(height * width for _, height, width in grids) // processor.merge**2
     return Image(0, content, grids, num_rows, tiles)

@@ -155,11 +155,12 @@ def fit_size(height: int, width: int, processor: Processor, max_pixels: int = NO
     max_pixels: a further limit than the processor's, of one frame
     """
     side, num_frames, counted = processor.side, processor.num_frames, processor.counted_frames
+    given = f"{width} x {height} pixels"
     if processor.min_edge is not None and min(height, width) < processor.min_edge:
         grow = max(processor.min_edge / height, processor.min_edge / width)
         height, width = int(height * grow), int(width * grow)
     if max(height, width) > MAX_RATIO * min(height, width):
-        raise RequestError(f"an image of {width} x {height} pixels: no side may be over {MAX_RATIO} times the other")
+        raise RequestError(f"an image of {given}: no side may be over {MAX_RATIO} times the other")
     if processor.max_edge is not None and processor.pad:
         return fit_inside(height, width, processor, processor.max_edge, max_pixels)
     limit = max(max_pixels, side**2) * min(num_frames, counted)

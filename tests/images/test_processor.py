@@ -84,6 +84,8 @@ def test_sides_that_differ_too_much_are_refused() -> None:
     assert fit_size(10, 2000, QWEN3, QWEN3.max_pixels)
     with pytest.raises(RequestError, match="an image of 2001 x 10 pixels: no side may be over 200 times the other"):
         fit_size(10, 2001, QWEN3, QWEN3.max_pixels)
+    with pytest.raises(RequestError, match="an image of 5000 x 1 pixels"):  # as it was given, not enlarged
+        fit_size(1, 5000, GLM)
 
 
 def test_equal_images_have_equal_digests_and_others_do_not() -> None:

@@ -37,6 +37,8 @@ def report_engine(
         more = "images" if config.hf.keys() & {"vision_config", "vit_config"} else "sound"
         lacks = config.model.vision is not None and not has_pillow()
         why = ": images need Pillow, pip install 'atom-run[images]'" if lacks else ""
+        if more == "images" and not lacks:
+            why = "; serve.images=true has it read them, or says why not"
         say(f"{config.checkpoint} also reads {more}; here only its text model runs{why}")
     for text in (_describe_unread_rope(config), _describe_unread_prefix(config), _describe_sampling(config)):
         if text:

@@ -122,7 +122,10 @@ def test_the_text_half_gives_the_logits_of_the_whole(
     elif "Qwen3VLMoe" in name:
         fields.append("model=qwen3_moe")
     engine = LLMEngine.from_config(load([f"checkpoint={tmp_path}", *fields]))
-    assert f"{tmp_path} also reads images; here only its text model runs" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} also reads images; here only its text model runs; serve.images=true has it"
+        in capsys.readouterr().err
+    )
     tokens = tiny.prompt(24)
     assert_logits(engine, tokens, model)
     engine.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pixtral
 import pytest
 from image_engines import open_engine
@@ -14,6 +15,7 @@ from law import assert_greedy_tokens
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint.tokenizer_files import load_tokenizer
+from atom.cli import main
 from atom.config.load import load
 from atom.errors import RequestError, UnsupportedError
 from atom.images.reader import ImageReader
@@ -96,6 +98,19 @@ def test_a_chat_shows_lines_of_an_image(open_model: Any) -> None:
     logits = pixtral.logits(model, prompt, made["token_ids"])[len(tokens) - 1 : -1].clone()
     logits[:, pixtral.IMAGE] = logits.min()
     assert_greedy_tokens(made["token_ids"], logits)
+
+
+def test_a_prompt_without_an_image_token_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pixtral.save("Mistral3", tmp_path)
+    PIL.Image.fromarray(pixtral.draw((20, 30))[0]).save(tmp_path / "photo.png")
+    fields = ["level=1", "dtype=fp32", "device=cpu", "serve.kv_cache_memory=4194304", "job.output=json"]
+    given = [f"checkpoint={tmp_path}", *fields, f"images=[{tmp_path}/photo.png]", "sampling.max_tokens=2"]
+    num_tokens = []
+    for more in (["prompts=['What?']"], ["prompts=['What?']", "job.chat=true"], ["prompts=['What?[IMG]']"]):
+        assert main([*given, *more]) == 0
+        num_tokens.append(json.loads(capsys.readouterr().out)["num_tokens_input"])
+    message, asked, plain = num_tokens
+    assert message == asked > plain
 
 
 def test_tokens_of_lines_are_those_that_the_processor_names(tmp_path: Path) -> None:

@@ -1048,7 +1048,7 @@ class Config:
     tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = of("generate", None, also="batch compare")  # a prompt, a list of prompts, @FILE, or null for stdin
-    images: list[str] | None = of("generate", None)  # files or URLs, which come before each prompt with job.chat=true
+    images: list[str] | None = of("generate", None)  # files or URLs, which come before each prompt
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load

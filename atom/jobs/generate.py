@@ -1,7 +1,7 @@
 """`job=generate`: answers to prompts, shown as they are generated.
 
 atom-run prompts='["What is the capital of France?"]' job.chat=true
-atom-run prompts='["What is it?"]' job.chat=true images=[photo.jpg]
+atom-run prompts='["What is it?"]' images=[photo.jpg]
 atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
 atom-run prompts=@questions.jsonl job.output_file=answers.jsonl job.resume=true      # goes on where it was interrupted
 echo "Why is the sky blue?" | atom-run job.chat=true
@@ -140,7 +140,7 @@ def _in_order(ids: list[str], completed: Iterable[list[Sequence]]) -> Iterator[l
 
 def prompt_of(entry: Entry, config: Config, engine: LLMEngine) -> Prompt:
     """A prompt as the engine takes it, with its images."""
-    if config.job.chat:
+    if is_message(entry, config, engine):
         messages = conversation(entry, config)
         if engine.tokenizer is None:
             return engine.encode_chat(messages)  # which says what is missing
@@ -150,6 +150,14 @@ def prompt_of(entry: Entry, config: Config, engine: LLMEngine) -> Prompt:
         return content
     kind = "prompt" if isinstance(content, str) else "prompt_token_ids"
     return {kind: content, IMAGES_KEY: {"image": config.images}}
+
+
+def is_message(entry: Entry, config: Config, engine: LLMEngine) -> bool:
+    """Whether a prompt is a user's message: as asked, or since no token of it stands for its images."""
+    if config.job.chat or not config.images or not isinstance(entry.content, str) or engine.tokenizer is None:
+        return config.job.chat
+    vision = engine.config.model.vision
+    return vision is not None and vision.token not in engine.tokenizer.encode(entry.content)
 
 
 def conversation(entry: Entry, config: Config) -> list[dict[str, Any]]:

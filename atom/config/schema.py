@@ -503,9 +503,7 @@ class VisionConfig:
     normalizes: str = one_of("processor", "tower")  # where mean and std are used; tower: pixels are of 0 to 1 before
     min_pixels: int = number(65536, 1, INT32)  # of an image, which is enlarged to them
     max_pixels: int = number(16777216, 1, INT32)  # to which a larger image is reduced
-    area: int | None = number(
-        None, 1, INT32
-    )  # patches to which every image is resized, or a few less; null: no such rule
+    area: int | None = number(None, 1, INT32)  # patches that every image is resized to, or a few less; null: any
     min_edge: int | None = number(None, 1, INT32)  # to which a shorter side is enlarged first; null: no such rule
     max_edge: int | None = number(None, 1, INT32)  # to which a longer side is reduced, else none is; null: no such rule
     pad: bool = False  # black at the right and below fills them up to whole rows; false: they are stretched

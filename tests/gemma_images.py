@@ -41,7 +41,7 @@ TEXT = {**tiny.SIZES, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scala
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
 NUMBERS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
 TOWER = {"hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 90,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 240,
          "pooling_kernel_size": 3, "rms_norm_eps": 1e-3}  # fmt: skip
 TEXT4 = {**tiny.SIZES, **tiny.GEMMA4, "sliding_window": 5, "pad_token_id": 0}
 IDS = {"boi_token_id": BOI, "eoi_token_id": EOI, "image_token_id": IMAGE, "video_token_id": 40, "audio_token_id": 41,

@@ -27,6 +27,7 @@ from atom.config.checkpoint import open_for
 from atom.errors import AtomError, RequestError
 from atom.graph import BODY, Mesh, interpret_ranks
 from atom.images.encoder_inputs import encoder_inputs
+from atom.images.processor import prepare, processor_of
 from atom.images.reader import ImageReader
 from atom.runtime.step.input import BatchShape
 from atom.runtime.types import RequestOptions, Sequence
@@ -270,11 +271,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_a_side_longer_than_the_table_of_positions_is_refused(open_model: Any) -> None:
-    engine, _, _ = open_model("Gemma4", max_num_batched_tokens=75)
-    with pytest.raises(RequestError, match="an image of 3000 x 20 pixels: a side has 210 patches, the model takes 90"):
-        answer(engine, ("a<|image|>", draw((20, 3000))))
-    assert len(answer(engine, ("a<|image|>", draw((20, 200))))) == 1, "it still runs"
+def test_a_side_longer_than_the_table_of_positions_is_refused(models: Any) -> None:
+    folder, _, _ = models("Gemma4")
+    vision, (pixels,) = load_with_images(folder).model.vision, draw((20, 3000))
+    assert vision is not None and vision.table_length == 240
+    assert max(prepare(pixels, processor_of(vision)).grids[0]) == 210
+    with pytest.raises(RequestError, match="an image of 3000 x 20 pixels: a side has 210 patches, the model takes 209"):
+        prepare(pixels, processor_of(replace(vision, table_length=209)))
 
 
 def test_an_image_that_no_step_computes_at_once_is_refused(open_model: Any) -> None:

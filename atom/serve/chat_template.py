@@ -195,7 +195,7 @@ def plain_message(
     if isinstance(content, list):
         parts = list[dict[str, Any]]()
         for at, part in enumerate(content):
-            if not isinstance(part, Picture):
+            if not isinstance(part, Clip | Picture):
                 parts.append({"type": "text", "text": part.text})
                 continue
             assert images is not None, "the message has none"

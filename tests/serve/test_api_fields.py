@@ -1309,7 +1309,7 @@ def test_what_would_change_an_answer_and_is_not_built_is_refused_by_name(server:
 def test_every_field_of_every_body_has_a_row():
     bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, schema.Body)}
     bodies -= {schema.Body, schema.Sampling, schema.Generation}  # whose fields their children have
-    bodies -= {schema.Picture, schema.Clip, schema.PooledRequest, schema.ComparisonRequest}
+    bodies -= {schema.MediaPart, schema.Picture, schema.Clip, schema.PooledRequest, schema.ComparisonRequest}
     bodies -= {schema.ClassifyRequest, schema.PoolingRequest}  # of routes for classifiers
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     bodies -= {schema.ModelRequest}  # of routes that test_models asks

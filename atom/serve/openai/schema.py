@@ -318,12 +318,16 @@ Detail = Literal["auto", "low", "high", "original"]
 DETAIL = "low makes an image small; others leave its size to the model"
 
 
-class Picture(Body):
-    """An image of a content, in any API."""
+class MediaPart(Body):
+    """A part of a content that is no text, in any API."""
 
     type: str
     known: ClassVar[str] = "text"  # types of parts that its API reads without images
     _place: tuple[str, str] | None = PrivateAttr(None)  # field of the body, and path to the part, if not as in a chat
+
+
+class Picture(MediaPart):
+    """An image."""
 
     @property
     def given(self) -> tuple[str, str | None]:
@@ -353,8 +357,8 @@ class ImagePart(Picture):
         return (found, None) if isinstance(found, str) else (found.url, found.detail)
 
 
-class Clip(Picture):
-    """A video of a content, as its frames."""
+class Clip(MediaPart):
+    """A video, as its frames."""
 
     @property
     def frames(self) -> list[str]:

@@ -24,6 +24,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 
 YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
 MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
+INDEX = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 9}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "sliding_window": 10, "hidden_size_per_layer_input": 0,
           "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}  # fmt: skip
@@ -86,6 +87,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                      "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2}),
     "deepseek_v3_stacked": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 12,
                                                  "routed_scaling_factor": 1.7, "first_k_dense_replace": 0}),
+    "deepseek_v32": ("DeepseekV32Config", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+                                           "q_lora_rank": 20, "first_k_dense_replace": 1}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "first_k_dense_replace": 1,
+                                        "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}),
     "kimi_k2": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                                      "num_experts_per_tok": 8, "routed_scaling_factor": 2.827, "rope_parameters": YARN_MLA,
                                      "first_k_dense_replace": 1}),

@@ -221,6 +221,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.gate_bias=true is for gate=element, not for gate={attention.gate}; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
+    if attention.index is not None and attention.index.layers is not None:
+        check_count(attention.index.layers, model.stored_layers, f"{at}.index.layers")
     if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):
         raise UnsupportedError(f"{at}.k_is_v=true: with qkv_chunks or adapter_rank, values are stored; leave it out")
     check_ropes_by_type(config, attention, at)
@@ -455,7 +457,26 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
+    if attention.index is not None:
+        check_index(attention, at)
     return attention.nope_dim + attention.rope_dim
+
+
+def check_index(attention: AttentionConfig, at: str) -> None:
+    index = attention.index
+    assert index is not None, "it has one"
+    for name in ("heads", "dim", "top_k"):
+        if not getattr(index, name):
+            raise ConfigError(f"{at}.index.{name} has no value; an indexer needs it")
+    if attention.q_rank is None:
+        raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
+    if index.dim < (attention.rope_dim or 0):
+        raise ConfigError(f"{at}.index.dim={index.dim} is less than rope_dim={attention.rope_dim}, which turn")
+    unknown = {*(index.layers or ())} - {"full", "shared"}
+    if unknown:
+        raise ConfigError(f"{at}.index.layers: {min(unknown)} is not full or shared")
+    if index.layers and index.layers[0] == "shared":
+        raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
 
 
 def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_model_len: int) -> RopeConfig:

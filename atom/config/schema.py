@@ -113,6 +113,18 @@ class RopeConfig:
 
 
 @dataclass
+class IndexConfig:
+    """An indexer (DeepSeek-AI 2025): small heads that score tokens, of which a query attends to the best."""
+
+    heads: int = number(0, 1, INT32)  # of queries; they share the keys
+    dim: int = number(0, 1, INT32)  # dims of a head
+    top_k: int = number(0, 1, INT32)  # tokens that a query attends to
+    interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
+    eps: float = number(1e-6, 0)  # of the layer norm of keys
+    layers: list[str] | None = None  # by layer, full or shared: by what the last full one chose; null: all are full
+
+
+@dataclass
 class AttentionConfig:
     kind: str = one_of("gqa", "mla")  # mla: keys and values are one latent vector
     heads: int = number(0, 0, INT32)  # of queries; 0: no layer has this attention
@@ -155,6 +167,7 @@ class AttentionConfig:
     dense_rope: bool = False  # layers without experts have one, whatever full_rope says
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
+    index: IndexConfig | None = None  # mla: queries attend to the tokens that it chooses; null: to all
 
 
 @dataclass

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from atom.config import AttentionConfig, ModelConfig, RopeConfig
+from atom.config import AttentionConfig, IndexConfig, ModelConfig, RopeConfig
 from atom.frontend.cca import project_cca
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
+from atom.graph.ops.sparse import index_entry
 from atom.graph.recipe_ranges import cat
 from atom.graph.recipes import Measured
 
@@ -197,6 +198,7 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     model = writer.model
     heads, rank, rotated = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
     plain, value = required(attention.nope_dim), required(attention.value_dim)
+    q_a = None
     if attention.q_rank is None:
         q = writer.linear(h, "q", heads * (plain + rotated), False, layer)
     else:
@@ -215,11 +217,35 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")
         k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope")
     cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))
-    scales = [scale_of(writer, "k_scale", layer)] if cache.type.dtype == "fp8_e4m3" else []
+    more: list[Recipe | Node | None] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None]
+    if attention.index is not None:
+        more.append(choose_entries(writer, h, required(q_a), attention.index, rotary, layer))
+    while more and more[-1] is None:
+        more.pop()
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
-    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *scales, scale=scale, name="a")
+    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *more, scale=scale, name="a")
     return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+
+
+def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:
+    """The tokens i32[T, 1, top_k] that a layer's queries attend to, or those that an earlier layer chose."""
+    if index.layers is not None and index.layers[writer.model.layer_like(layer)] == "shared":
+        return next(node for node in reversed(writer.program.nodes) if node.target is ops.index_topk)
+    q = writer.call(ops.split_heads, writer.linear(q_a, "index_q", index.heads * index.dim, False, layer),
+                    heads=index.heads, name="index_q")  # fmt: skip
+    k = writer.linear(h, "index_k", index.dim, False, layer)
+    norm = (writer.weight("index_k_norm", (index.dim,), layer, part) for part in ("weight", "bias"))
+    k = writer.call(ops.layer_norm, k, *norm, eps=index.eps, name="index_k")
+    k = writer.call(ops.split_heads, k, heads=1, name="index_k")
+    if rotary is not None:
+        q = rotate(writer, q, rotary.keys, index.interleaved, "index_q")
+        k = rotate(writer, k, rotary.keys, index.interleaved, "index_k")
+    k = writer.call(ops.merge_heads, k, name="index_k")
+    weights = writer.linear(h, "index_weights", index.heads, False, layer)
+    cache = KV(writer.name("layer", layer), index_entry(writer.cache_dtype, index.dim), part="index")
+    chosen: Node = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, name="selected")
+    return chosen
 
 
 ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}

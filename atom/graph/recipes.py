@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -483,6 +483,7 @@ class State(ABC):
 
     name: str  # of the layer
     type: Type  # of an entry
+    part: str = field(default="", kw_only=True)  # of the layer that has it, if it has several states of one form
 
     def __post_init__(self) -> None:
         need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")

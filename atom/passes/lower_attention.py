@@ -15,6 +15,11 @@ Layers may share KV: an attention of the keys and values of an earlier one, and 
     …                                           a = paged_attention(q, KV("0"), batch, …)
     b = attention(r, k, v, KV("0"), …)          b = paged_attention(r, KV("0"), batch, …)
 
+What an indexer chooses for the queries of a layer is chosen among the keys that it writes:
+
+    s = index_topk(q, k, weights, KV("0", part="index"), …)    ->    q = write_index(q, k, KV("0", part="index"), batch)
+                                                                     s = paged_index_topk(q, weights, KV(…), batch, …)
+
 Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
 becomes an input of the program. `lower_recurrent` lowers the ops with recurrent state.
 """
@@ -46,6 +51,8 @@ def lower_attention(graph: Graph) -> Graph:
         _lower_reader(graph, call)
     for attention in graph.find(ops.mla_attention):
         _lower_latent(graph, attention)
+    for chosen in graph.find(ops.index_topk):
+        _lower_index(graph, chosen)
     return graph
 
 
@@ -79,7 +86,7 @@ def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
-    q, rotated, latent, k_rope, kv_b, cache, *scales = attention.args
+    q, rotated, latent, k_rope, kv_b, cache, *more = attention.args  # the scale of latents in fp8, what is selected
     batch = graph.program_of(attention).input("batch", BATCH)
     q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)
     norm = None
@@ -87,12 +94,20 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
         attributes |= latent.kwargs
         latent, norm = latent.args
     written = graph.insert(
-        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, *scales,
+        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, *more[:1],
         name="q_rope", **attributes,
     )  # fmt: skip
-    args = q, written, kv_b, cache, batch, *scales
+    args = q, written, kv_b, cache, batch, *more
     paged = graph.insert(attention, ops.paged_mla_attention, *args, **attention.kwargs)
     graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
+
+
+def _lower_index(graph: Graph, chosen: Node) -> None:
+    q, k, weights, cache = chosen.args
+    batch = graph.program_of(chosen).input("batch", BATCH)
+    written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q")
+    paged = graph.insert(chosen, ops.paged_index_topk, written, weights, cache, batch, **chosen.kwargs)
+    graph.replace({chosen: paged})
 
 
 def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None, dict[str, Any]]:

@@ -340,11 +340,11 @@ class _Writer:
         return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *more, state=Divided())
 
     def mla_attention(self, node: Node) -> None:
-        q, q_rope, latent, k_rope, kv_b, cache, *scales = node.args
+        q, q_rope, latent, k_rope, kv_b, cache, *more = node.args
         if not isinstance(self._state(q), Divided):
             return self.copy(node)
         queries, entry = map(self._value, (q, q_rope)), map(self.whole, (latent, k_rope))
-        args = *queries, *entry, self._share(kv_b), cache, *scales
+        args = *queries, *entry, self._share(kv_b), cache, *(each and self.whole(each) for each in more)
         return self._call(node, ops.mla_attention, *args, state=Divided())
 
     def mul(self, node: Node) -> None:

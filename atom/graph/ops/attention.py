@@ -99,13 +99,29 @@ def causal_mask(
     return mask & (keys >= queries // window * window if chunked else keys > queries - window)
 
 
+def chosen_mask(selected: Tensor, num_keys: int) -> Tensor:
+    """bool[Q, G, num_keys] of selected i32[Q, G, k]; true of what is chosen"""
+    chosen = selected.new_zeros(*selected.shape[:2], num_keys + 1, dtype=torch.bool)
+    places = torch.where(selected < 0, num_keys, selected).long()
+    return chosen.scatter_(2, places, True)[..., :num_keys]
+
+
+def need_selected(selected: Type | None, q: Type) -> None:
+    if selected is None:
+        return
+    need(selected.dtype == "i32" and len(selected.shape) == 3, f"what is selected is {selected}, not i32[T, G, k]")
+    need(selected.shape[0] == q.shape[0], f"what is selected is {selected} for q {q}")
+    divide(q.shape[1], int(selected.shape[1]))
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
            sinks: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False,
-           ends: Tensor | None = None) -> Tensor:  # fmt: skip
+           ends: Tensor | None = None, selected: Tensor | None = None) -> Tensor:  # fmt: skip
     """One sequence: q [Q, N, D] at the last Q of L positions, k [L, K, D], v [L, K, U] -> [Q, N, U], in float32.
 
     A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025). A slope fp32[N] lowers
-    scores by the distance of query and key (Press et al. 2022). ends i32[Q]: as in `attention`.
+    scores by the distance of query and key (Press et al. 2022). ends i32[Q]: as in `attention`. selected i32[Q, G, k]:
+    the positions that each of G equal groups of heads attends to, then -1.
     """
     num_queries, heads, dim = q.shape
     grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
@@ -118,6 +134,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
         scores = scores - slopes.view(k.shape[1], -1, 1, 1) * distances
     mask = causal_mask(num_queries, k.shape[0], window, q.device, chunked, ends)
     scores.masked_fill_(~mask, float("-inf"))
+    if selected is not None:
+        chosen = chosen_mask(selected, k.shape[0]).transpose(0, 1).unsqueeze(1)
+        by_group = scores.reshape(len(chosen), -1, num_queries, k.shape[0])
+        scores = by_group.masked_fill(~chosen, float("-inf")).view_as(scores)
     if sinks is not None:
         column = sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, num_queries, 1)
         scores = torch.cat((scores, column), dim=-1)

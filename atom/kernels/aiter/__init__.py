@@ -232,9 +232,12 @@ def _accepts_attention(target: Target, q: Type, *types: Any, chunked: bool = Fal
     return _refuse_dtype(q)
 
 
-def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, *_types: Any,
+def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, _batch: Any,
+                    _k_scale: Type | None = None, selected: Type | None = None,
                     **_attributes: Any) -> str | None:  # fmt: skip
-    """latents in bf16, of powers of two"""
+    """latents in bf16, of powers of two, all of them"""
+    if selected is not None:
+        return "attends to all entries, not to those that an indexer chooses"
     if cache.type.dtype == FP8:
         return f"reads latents and rotated keys of one dtype, not of a cache in {FP8}"
     if q_rope.dtype != LATENT_DTYPE:

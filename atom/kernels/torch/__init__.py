@@ -28,6 +28,7 @@ from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
 from atom.kernels.torch.segments import segment_attention
+from atom.kernels.torch.sparse import paged_index_topk
 from atom.kernels.torch.step import blocks, prepare_inputs, sampling, speculation
 
 
@@ -48,6 +49,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
     _kernel(ops.paged_mla_attention, PagedLatentAttention),
+    _kernel(ops.paged_index_topk, paged_index_topk),
     _kernel(ops.segment_attention, segment_attention),
 )
 

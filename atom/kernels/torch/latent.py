@@ -6,8 +6,8 @@
 
 Absorbed: queries times the key rows of kv_b attend over the entries themselves, one key/value head whose values are the
 first L dims of its keys, and the sums are multiplied by the value rows. This is used for decodes, and for prefills of
-few queries after a long context. Expanded: the entries times kv_b are the keys and values of every head, a linear like
-any other and rounded like one. This is used for other prefills.
+few queries after a long context, and where queries choose entries. Expanded: the entries times kv_b are the keys and
+values of every head, a linear like any other and rounded like one. This is used for other prefills.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from atom.graph.ops.latent import split_entries
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.softmax import Rule
+from atom.kernels.torch.sparse import find_slots
 from atom.kernels.torch.workspace import Workspace
 
 
@@ -39,12 +40,16 @@ class PagedLatentAttention:
         self._expanded_bytes = expanded_bytes
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                 k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, selected: Tensor | None = None, *,
+                 scale: float) -> Tensor:  # fmt: skip
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
-        blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
         rule = Rule(scale, value_scale=1.0 if k_scale is None else float(k_scale))
+        if selected is not None and len(batch.lengths) and int(batch.lengths.max()) > selected.shape[2]:
+            slots = find_slots(selected[:, 0], cache, batch)
+            return self._attend_chosen(q_nope, q_rope, weight, cache.blocks.flatten(0, 1), slots, rule)
+        blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
         plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, None, batch, q_rope.dtype)
         num_decodes = plan.num_decodes
         out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
@@ -85,6 +90,23 @@ class PagedLatentAttention:
             wide_keys[..., plain:].copy_(k_rope)
             wide_values = self._workspace.take("values", *values.shape).copy_(values)
             prefill.attend(q[:, some], wide_keys, wide_values, rule, out[:, some])
+
+    def _attend_chosen(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, slots: Tensor,
+                       rule: Rule) -> Tensor:  # fmt: skip
+        """q_nope [T, N, P], q_rope [T, N, R], cache [slots, E], slots i64[T, k], -1 for none -> [T, N, U]"""
+        (tokens, heads, plain), rank, num = q_nope.shape, weight.shape[2], slots.shape[1]
+        out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
+        stored = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+        for some in _slices(tokens, self._expanded_bytes // (4 * num * (rank + q_rope.shape[2] + heads))):
+            own = slots[some]
+            entries = stored[own.clamp(min=0).flatten()].view(cache.dtype)
+            latents, k_rope = split_entries(entries, rank, q_rope.dtype)
+            keys = torch.cat((latents.float(), k_rope.float()), dim=1).view(len(own), num, -1)
+            q = self._absorb(q_nope[some], q_rope[some], weight, rule)
+            scores = torch.bmm(q, keys.mT).mul_(rule.scale).masked_fill_((own < 0).unsqueeze(1), float("-inf"))
+            sums = torch.bmm(scores.softmax(-1).nan_to_num_(0.0), keys[..., :rank])  # nan: a query chose none
+            self._sum_values(sums * rule.value_scale, weight, out[some])
+        return out
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, rule: Rule) -> Tensor:
         """q_nope [Q, N, P], q_rope [Q, N, R] -> fp32[Q, N, L + R], in the workspace"""

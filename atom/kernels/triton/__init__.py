@@ -184,12 +184,17 @@ def accepts_lora(
     return None if len(sizes) <= MAX_SLICES else f"takes {MAX_SLICES} slices, not {len(sizes)}"
 
 
-def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
+def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, _batch: Any,
+                   _k_scale: Type | None = None, selected: Type | None = None,
                    **_attributes: Any) -> str | None:  # fmt: skip
-    """latents of up to 512 dims, rotated keys of up to 64; a cache in fp8 from sm_89 on"""
+    """latents of up to 512 dims, rotated keys of up to 64, all of them; a cache in fp8 from sm_89 on"""
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
     if rank <= MAX_RANK and rotated <= MAX_ROTATED:
-        return accepts_cache(target, *types)
+        return (
+            "attends to all entries, not to those that an indexer chooses"
+            if selected is not None
+            else accepts_cache(target, cache)
+        )
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 

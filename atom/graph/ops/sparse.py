@@ -1,0 +1,131 @@
+"""Ops that choose what a query attends to (DeepSeek-AI 2025, DeepSeek Sparse Attention).
+
+An indexer scores the tokens before a query with few, small heads, and the query attends to the best of them only.
+
+    q = write_index(q, k, KV("0", bf16[128], part="index"), batch)
+    selected = paged_index_topk(q, weights, KV("0", bf16[128], part="index"), batch, top_k=2048)
+    a = paged_mla_attention(q_nope, q_rope, W("kv_b"), KV("0", …), batch, None, selected, scale=…)
+
+What is selected is i32[T, G, k]: of each query, for each of G groups of heads, its entries in any order, and then -1.
+It is a value as any other, which later layers may read too.
+
+Shapes by letter: M heads of the indexer, D their dims, E of an entry: D, or in fp8 the D bytes of a key and those of
+its scale in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.graph.batch import Batch, PagedCache
+from atom.graph.ops.attention import FP8, FP8_MAX, cached_entries, causal_mask, need_batch, write_entries
+from atom.graph.ops.base import LOWERED, SEMANTIC, op
+from atom.graph.recipes import KV
+from atom.graph.types import BatchType, Type, need
+
+SCALE_BYTES = 4  # of the scale behind a key in fp8
+
+
+def index_entry(cache_dtype: str, dim: int) -> Type:
+    """The type of a token's entry."""
+    return Type(cache_dtype, (dim + (SCALE_BYTES if cache_dtype == FP8 else 0),))
+
+
+def to_index_entries(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """k [T, D] -> entries [T, E] as a cache of this dtype keeps them; in fp8 each key has a scale of its own"""
+    if dtype is not torch.float8_e4m3fn:
+        return k.to(dtype)
+    wide = k.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
+    keys = (wide / scales).clamp(-FP8_MAX, FP8_MAX).to(dtype)
+    return torch.cat((keys.view(torch.uint8), scales.view(torch.uint8)), dim=-1).view(dtype)
+
+
+def from_index_entries(entries: Tensor) -> Tensor:
+    """Entries [C, E] -> keys [C, D], of entries in fp8 in float32"""
+    if entries.dtype is not torch.float8_e4m3fn:
+        return entries
+    stored = entries.view(torch.uint8)
+    scales = stored[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    return stored[:, :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn).float() * scales
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """q [Q, M, D], k [C, D], weights [Q, M] -> fp32[Q, C], the sum over heads of weight * relu(q . k)"""
+    scores = torch.einsum("qmd,cd->qmc", q.float(), k.float()).relu()
+    return torch.einsum("qm,qmc->qc", weights.float(), scores)
+
+
+def choose(scores: Tensor, top_k: int) -> Tensor:
+    """scores fp32[Q, C], -inf of what is out of sight -> i32[Q, top_k], the best first, then -1"""
+    best = scores.topk(min(top_k, scores.shape[1]))
+    ids = best.indices.masked_fill(best.values == float("-inf"), -1)
+    return F.pad(ids, (0, top_k - ids.shape[1]), value=-1).int()
+
+
+def _choose_last(q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
+    """What the last Q of C positions choose: i32[Q, 1, top_k]"""
+    sees = causal_mask(len(q), len(k), None, q.device)
+    return choose(index_scores(q, k, weights).masked_fill(~sees, float("-inf")), top_k).unsqueeze(1)
+
+
+def _chosen(q: Type, weights: Type, cache: KV, top_k: int) -> Type:
+    """The type of what is selected."""
+    tokens, heads, dim = q.shape
+    need(weights.shape == (tokens, heads), f"the weights are {weights} for q {q}")
+    need(cache.window is None, f"an indexer reads all tokens, the cache keeps {cache.window}")
+    entry = index_entry(cache.type.dtype, int(dim))
+    need(cache.type == entry, f"the cache keeps {cache.type} of keys for q {q}, not {entry}")
+    need(top_k > 0, f"top_k={top_k} chooses nothing")
+    return Type("i32", (tokens, 1, top_k))
+
+
+def _index_topk(q: Type, k: Type, weights: Type, cache: KV, *, top_k: int) -> Type:
+    need(k.shape == (q.shape[0], q.shape[2]), f"q is {q}, k {k}")
+    return _chosen(q, weights, cache, top_k)
+
+
+@op(_index_topk, level=SEMANTIC)
+def index_topk(q: Tensor, k: Tensor, weights: Tensor, cache: PagedCache | None, *, top_k: int) -> Tensor:
+    """The tokens up to its own that score best for each query; the T tokens are one whole sequence.
+
+    q [T, M, D], k [T, D], weights [T, M] -> i32[T, 1, top_k]; a score is the sum over heads of weight * relu(q . k),
+    of which no positive factor changes the choice. The cache, where a lowered graph keeps k, is not touched.
+    """
+    return _choose_last(q, k, weights, top_k)
+
+
+def _write_index(q: Type, k: Type, cache: KV, batch: BatchType) -> Type:
+    need_batch(batch)
+    entry = index_entry(cache.type.dtype, int(k.shape[-1]))
+    need(cache.type == entry, f"the cache keeps {cache.type} of {k}, not {entry}")
+    return q
+
+
+@op(_write_index, level=LOWERED, state=True)
+def write_index(q: Tensor, k: Tensor, cache: PagedCache, batch: Batch) -> Tensor:
+    """Write k to the cache, give q.
+
+    q [T, M, D], k [T, D], cache [blocks, block size, E] -> q [T, M, D]
+    """
+    write_entries(cache, batch, to_index_entries(k, cache.blocks.dtype))
+    return q
+
+
+def _paged_index_topk(q: Type, weights: Type, cache: KV, batch: BatchType, *, top_k: int) -> Type:
+    need_batch(batch)
+    return _chosen(q, weights, cache, top_k)
+
+
+@op(_paged_index_topk, level=LOWERED)
+def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int) -> Tensor:
+    """`index_topk` of a batch's sequences over the blocks that their rows of the table list.
+
+    q [T, M, D], weights [T, M], cache [blocks, block size, E] -> i32[T, 1, top_k], positions in the sequence
+    """
+    out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32, device=q.device)
+    for own, entries in cached_entries(cache, batch):
+        out[own] = _choose_last(q[own], from_index_entries(entries), weights[own], top_k)
+    return out

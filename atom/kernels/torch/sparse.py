@@ -1,0 +1,39 @@
+"""What queries choose, and latent attention to that, on a CPU (DeepSeek-AI 2025)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atom.graph import Batch, PagedCache
+from atom.graph.ops.attention import cached_entries
+from atom.graph.ops.sparse import choose, from_index_entries, index_scores
+
+SCORES_BYTES = 32 << 20  # of fp32 scores by head at once
+
+
+def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int) -> Tensor:
+    """The op of this name, some queries at a time."""
+    out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32)
+    for own, entries in cached_entries(cache, batch):
+        keys, queries, weighs, chosen = from_index_entries(entries).float(), q[own], weights[own], out[own, 0]
+        first = len(keys) - len(queries)  # the position of the first query
+        at_once = max(1, SCORES_BYTES // (4 * q.shape[1] * len(keys)))
+        for start in range(0, len(queries), at_once):
+            some = slice(start, start + at_once)
+            scores = index_scores(queries[some], keys, weighs[some])
+            ends = torch.arange(len(scores)) + first + start
+            scores.masked_fill_(torch.arange(len(keys)) > ends.unsqueeze(1), float("-inf"))
+            chosen[some] = choose(scores, top_k)
+    return out
+
+
+def find_slots(selected: Tensor, cache: PagedCache, batch: Batch) -> Tensor:
+    """selected i32[T, k] -> i64[T, k], slots of the cache; -1 of none, and of tokens of no sequence"""
+    table, size = batch.tables[cache.kind], cache.blocks.shape[1]
+    tokens = torch.arange(len(selected), dtype=batch.starts.dtype)
+    rows = torch.searchsorted(batch.starts, tokens, right=True) - 1
+    known = (selected >= 0) & (rows < len(table)).unsqueeze(1)
+    places = selected.clamp(min=0).long()
+    blocks = table[rows.clamp(max=len(table) - 1)].long().gather(1, places // size)
+    return torch.where(known, blocks * size + places % size, -1)

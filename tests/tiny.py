@@ -24,7 +24,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 
 YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
 MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
-INDEX = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 9}
+INDEX = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 9}  # of few heads many scores would be 0 and tie
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "sliding_window": 10, "hidden_size_per_layer_input": 0,
           "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}  # fmt: skip

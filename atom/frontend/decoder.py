@@ -9,28 +9,22 @@ A layer is one block or several, each of which adds to the hidden states what it
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 from torch.fx import Node
 
-from atom.config import Group, ModelConfig, SectionConfig, VisionConfig
+from atom.config import Group, SectionConfig, VisionConfig
 from atom.frontend.attention import Rotary, rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.placed import write_placed
-from atom.frontend.streams import STREAMS
+from atom.frontend.streams import STREAMS, Place
 from atom.frontend.writer import Writer
-from atom.graph import Apply, Dequantize, Recipe, Type, W, ops
+from atom.graph import Dequantize, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import narrow, padded
 
 RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
-SHARES = {  # kind of a residual gate -> functions of its vector: shares of what a block is added to, of what it gives
-    "abs": ("rest_of_abs", "abs"),
-    "sigmoid": ("rest_of_sigmoid", "sigmoid"),
-    "given": (None, "scale"),
-}
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
 
 
@@ -61,9 +55,9 @@ def write_body(
         nonlocal later
         states[-1] = x
         for number, (rotary, own) in islice(layers, num_layers):
-            read, write = streams.connect(writer, x, number, own)
+            read, end = streams.connect_layer(writer, x, number, own)
             y, later = write_layer(writer, read, rotary, number, embedded=embedded, earlier=later)
-            x = write(y)
+            x = end(y)
             if placed is not None and number + 1 < placed.num_parts:
                 x = placed.put(writer, x, number + 1)
             states.append(x)
@@ -206,18 +200,19 @@ def write_layer(
 ) -> tuple[Node, Node | None]:  # fmt: skip
     """x [T, H] -> [T, H], and what is to be added after the next layer (shortcut-connected experts, Cai et al. 2024)
 
-    `end_layer`, or what streams.py has for several streams, comes after it.
-
+    x: what `connect_layer` gives, whose counterpart comes after it: streams.py.
     h: what the first block reads; None: x, normed.
     embedded: the hidden states ahead of the first layer.
     earlier: what a block of the layer before gave that is added after this one.
     """
-    model, norm = writer.model, writer.model.norm
+    model, norm, later = writer.model, writer.model.norm, None
     is_after_only = model.layer_type(layer) in norm.after_only
     has_before, has_after = norm.before and not is_after_only, norm.after or is_after_only
-    blocks = list(zip(model.groups_of(layer), NORMS, strict=False))
+    blocks = [Place(layer, number, role, group) for number, (group, role) in
+              enumerate(zip(model.groups_of(layer), NORMS, strict=False))]  # fmt: skip
     if not blocks:
         return x, earlier
+    connect = STREAMS[model.streams.kind].connect_block
 
     def normed(x: Node, role: str) -> Node:
         return writer.norm(x, f"{role}_norm", layer) if has_before else x
@@ -232,55 +227,23 @@ def write_layer(
         y = functools.reduce(add, [write_block(writer, h, name, rotary, layer, x) for name in group.names])
         return writer.norm(y, f"{role}_after_norm", layer, name=role[0]) if has_after else y
 
-    def kept(x: Node, group: Group) -> Node:
-        scales = {name: model.block_scales[name] for name in group.names if name in model.block_scales}
-        by = math.prod(each.kept for each in scales.values())
-        x = writer.scale(x, None if by == 1 else by)
-        for name in (name for name, each in scales.items() if each.stored):
-            x = writer.affine(x, f"{name}_kept", layer)
-        return x
-
     def add(a: Node, b: Node, name: str = "x") -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
-    h, later = input_of(x, *blocks[0]) if h is None else h, None
     if not model.residual.startswith("parallel"):
-        for place, (group, role) in enumerate(blocks):
-            h = input_of(x, group, role) if place else h
-            if group.later is not None:
-                later = write_block(writer, h, group.later, rotary, layer, x)
-            base = kept(h if model.residual == "normed" else x, group)
-            y = writer.scale(given(x, h, group, role), model.residual_scale)
-            if model.residual == "depth_scaled":
-                num_terms = num_blocks_before(model, layer) + place + 2  # the embedding's, and this one
-                base = writer.scale(base, ((num_terms - 1) / num_terms) ** 0.5)
-                y = writer.scale(y, num_terms**-0.5)
-            x = add(*weigh_residual(writer, base, y, role, layer))
+        for place in blocks:
+            read, write = connect(writer, x, place)
+            h = input_of(read, place.group, place.role) if place.number or h is None else h
+            if place.group.later is not None:
+                later = write_block(writer, h, place.group.later, rotary, layer, read)
+            x = write(writer.scale(given(read, h, place.group, place.role), model.residual_scale), h)
         return x if earlier is None else add(x, earlier), later
-    read = [h, *(h if model.residual == "parallel" else normed(x, role) for _, role in blocks[1:])]
-    all_given = [given(x, each, group, role) for each, (group, role) in zip(read, blocks, strict=True)]
+    h = input_of(x, blocks[0].group, blocks[0].role) if h is None else h
+    inputs = [h, *(h if model.residual == "parallel" else normed(x, place.role) for place in blocks[1:])]
+    all_given = [given(x, each, place.group, place.role) for each, place in zip(inputs, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale)), None
-
-
-def num_blocks_before(model: ModelConfig, layer: int) -> int:
-    """The number of blocks, or groups of these, that layers before a layer add to the hidden states."""
-    return sum(len(model.groups_of(each)) for each in range(layer))
-
-
-def weigh_residual(writer: Writer, x: Node, y: Node, role: str, layer: int) -> tuple[Node, Node]:
-    """x and y [T, H], what a block is added to and what it gives, times the shares of channels that a model may have"""
-    gate = writer.model.residual_gate
-    if gate.kind == "none":
-        return x, y
-    vector = W(writer.name(f"{role}_residual", layer), Type("fp32", (writer.model.hidden,)))
-
-    def weighed(x: Node, function: str | None) -> Node:
-        return x if function is None else writer.call(ops.mul, x, Apply(vector, function, gate.factor), name=x.name)
-
-    kept, given = SHARES[gate.kind]
-    return weighed(x, kept), weighed(y, given)
 
 
 def write_ahead(

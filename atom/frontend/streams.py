@@ -1,46 +1,67 @@
-"""Residual streams: how layers read the hidden states and write to them.
+"""Residual streams: how layers and their blocks read the hidden states and write to them.
 
     streams = STREAMS[model.streams.kind]
-    states = streams.spread(writer, x)                          # [T, H] -> [T, S H]
-    x, write = streams.connect(writer, states, layer, own)      # [T, H], and what takes the layer's result
-    states = write(y)
-    hidden = streams.merge(writer, states)                      # [T, S H] -> [T, H]
+    states = streams.spread(writer, x)                                # of x [T, H]
+    read, end = streams.connect_layer(writer, states, layer, own)     # once for each layer
+    x, write = streams.connect_block(writer, read, place)             # x [T, H], once for each of its blocks
+    read = write(y, h)                                                # y [T, H], what the block gives of h, x normed
+    states = end(read)
+    hidden = streams.merge(writer, states)                            # [T, H]
 
-Of one stream, all of these are the hidden states themselves. Several lie side by side in one value, so that stages of a
-pipeline meet at it, as at any hidden states. `ops.mix_streams` is what reads, mixes and writes them: sums of weighted
-streams, of which each token has its own weights.
+Only these functions know what states are. Of one stream, they are the hidden states, to which blocks add. Several lie
+side by side in one value [T, S H], so that stages of a pipeline meet at it, as at any hidden states.
+`ops.mix_streams` is what reads, mixes and writes them: sums of weighted streams, of which each token has its own
+weights.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch.fx import Node
 
+from atom.config import Group, ModelConfig
 from atom.frontend.per_layer_input import add_per_layer_input, per_layer_output
 from atom.frontend.writer import Writer
-from atom.graph import Full, Recipe, Type, W, ops
+from atom.graph import Apply, Full, Recipe, Type, W, ops
 from atom.graph.recipe_ranges import cat
 
 LEAST_SQUARE = 1e-5  # that the mean square of a stream counts as, as transformers has it
+SHARES = {  # kind of a residual gate -> functions of its vector: shares of what a block is added to, of what it gives
+    "abs": ("rest_of_abs", "abs"),
+    "sigmoid": ("rest_of_sigmoid", "sigmoid"),
+    "given": (None, "scale"),
+}
 
-Write = Callable[[Node], Node]  # y [T, H] -> streams [T, S H]
+End = Callable[[Node], Node]  # states -> states
+Write = Callable[[Node, Node], Node]  # y and h [T, H] -> states
+
+
+class Place(NamedTuple):
+    """Where a block is, or several that are added up."""
+
+    layer: int
+    number: int  # in the layer
+    role: str  # which the names of its norms begin with
+    group: Group
 
 
 class Streams(NamedTuple):
-    spread: Callable[[Writer, Node], Node]  # x [T, H] -> streams [T, S H]
-    connect: Callable[[Writer, Node, int, Node | None], tuple[Node, Write]]  # streams, a layer, its own input
-    merge: Callable[[Writer, Node], Node]  # streams [T, S H] -> [T, H]
+    spread: Callable[[Writer, Node], Node]  # x [T, H] -> states
+    connect_layer: Callable[[Writer, Node, int, Node | None], tuple[Node, End]]  # states, a layer, its own input
+    connect_block: Callable[[Writer, Node, Place], tuple[Node, Write]]
+    merge: Callable[[Writer, Node], Node]  # states -> [T, H]
 
 
 def keep(_writer: Writer, x: Node) -> Node:
     return x
 
 
-def connect_one(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, Write]:
+def connect_one(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, End]:
     """x [T, H] -> itself, and what ends the layer"""
     return x, lambda y: end_layer(writer, y, own, layer)
 
@@ -54,6 +75,52 @@ def end_layer(writer: Writer, x: Node, own: Node | None, layer: int) -> Node:
     scalar = W(writer.name("layer_scalar", layer), Type(writer.dtype, (1,)))
     scaled: Node = writer.call(ops.mul, x, scalar, name="x")
     return scaled
+
+
+def connect_sum(writer: Writer, x: Node, place: Place) -> tuple[Node, Write]:
+    """x [T, H] -> itself, and its sum with what a block gives, each with a share that the model may have"""
+    model = writer.model
+
+    def write(y: Node, h: Node) -> Node:
+        base = kept(writer, h if model.residual == "normed" else x, place)
+        if model.residual == "depth_scaled":
+            num_terms = num_blocks_before(model, place.layer) + place.number + 2  # the embedding's, and this one
+            base = writer.scale(base, ((num_terms - 1) / num_terms) ** 0.5)
+            y = writer.scale(y, num_terms**-0.5)
+        total: Node = writer.call(ops.add, *weigh_residual(writer, base, y, place), name="x")
+        return total
+
+    return x, write
+
+
+def kept(writer: Writer, x: Node, place: Place) -> Node:
+    """x [T, H], times what model.block_scales has for what a block is added to"""
+    names, all_scales = place.group.names, writer.model.block_scales
+    scales = {name: all_scales[name] for name in names if name in all_scales}
+    by = math.prod(each.kept for each in scales.values())
+    x = writer.scale(x, None if by == 1 else by)
+    for name in (name for name, each in scales.items() if each.stored):
+        x = writer.affine(x, f"{name}_kept", place.layer)
+    return x
+
+
+def num_blocks_before(model: ModelConfig, layer: int) -> int:
+    """The number of blocks, or groups of these, that layers before a layer add to the hidden states."""
+    return sum(len(model.groups_of(each)) for each in range(layer))
+
+
+def weigh_residual(writer: Writer, x: Node, y: Node, place: Place) -> tuple[Node, Node]:
+    """x and y [T, H], what a block is added to and what it gives, times the shares of channels that a model may have"""
+    gate = writer.model.residual_gate
+    if gate.kind == "none":
+        return x, y
+    vector = W(writer.name(f"{place.role}_residual", place.layer), Type("fp32", (writer.model.hidden,)))
+
+    def weighed(x: Node, function: str | None) -> Node:
+        return x if function is None else writer.call(ops.mul, x, Apply(vector, function, gate.factor), name=x.name)
+
+    of_kept, of_given = SHARES[gate.kind]
+    return weighed(x, of_kept), weighed(y, of_given)
 
 
 def spread_altup(writer: Writer, x: Node) -> Node:
@@ -70,7 +137,7 @@ def merge_altup(writer: Writer, x: Node) -> Node:
     return writer.scale(functools.reduce(lambda a, b: writer.call(ops.add, a, b, name="x"), made), 1 / len(made))
 
 
-def connect_altup(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, Write]:
+def connect_altup(writer: Writer, x: Node, layer: int, own: Node | None) -> tuple[Node, End]:
     """Alternating updates (Baykal et al. 2023): a layer reads the first stream as all together predict it.
 
     What it makes of that corrects the predictions of all streams. The layer's own input is read by the first one, and
@@ -82,7 +149,7 @@ def connect_altup(writer: Writer, x: Node, layer: int, own: Node | None) -> tupl
     predicted = writer.call(ops.add, x, change, name="predicted")
     read, _ = writer.call(ops.split, predicted, sizes=[hidden, hidden * (num - 1)], name=("read", "others"))
 
-    def write(y: Node) -> Node:
+    def end(y: Node) -> Node:
         weights = coefficients(writer, y, "altup_correct", num, layer, Full(1.0, Type(writer.dtype, (num,))))
         news = writer.call(ops.add, y, writer.scale(read, -1.0), name="news")
         corrected: Node = writer.call(ops.add, predicted, mix(writer, news, weights, 1, "change"), name="x")
@@ -95,7 +162,7 @@ def connect_altup(writer: Writer, x: Node, layer: int, own: Node | None) -> tupl
         added: Node = writer.call(ops.add, corrected, mix(writer, y, shares, 1, "change"), name="x")
         return added
 
-    return read, write
+    return read, end
 
 
 def coefficients(writer: Writer, x: Node, role: str, num: int, layer: int, *bias: Recipe) -> Node:
@@ -131,6 +198,6 @@ def names_of(writer: Writer, name: str) -> tuple[str, ...]:
 
 
 STREAMS = {
-    "one": Streams(keep, connect_one, keep),
-    "altup": Streams(spread_altup, connect_altup, merge_altup),
+    "one": Streams(keep, connect_one, connect_sum, keep),
+    "altup": Streams(spread_altup, connect_altup, connect_sum, merge_altup),
 }

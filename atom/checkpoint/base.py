@@ -149,6 +149,7 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
 
     If layer types differ, the parameters of full_attention are at the top, the others are objects next to them:
     {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
+    So are those of main, if ropes have names of their own.
     null is a layer type without rope, rope_type "none" at the top. UnsupportedError if there is no full_attention and
     the objects are not those of layer_types.
     """
@@ -158,8 +159,8 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"rope_parameters in config.json is {each!r}, not an object")
     types = {key: value for key, value in {**parameters, **scaling}.items() if is_layer_type(config, key, value)}
     own, scaled = ({key: value for key, value in each.items() if key not in types} for each in (parameters, scaling))
-    if "full_attention" in types:
-        full = types.pop("full_attention")
+    if first := next((name for name in ("full_attention", "main") if name in types), None):
+        full = types.pop(first)
         is_none = full is None and not scaled
         rope = {"rope_type": "none"} if is_none else normalize_one_rope({**(full or {}), **scaled}, config)
     elif types and not (scaled or own).keys() & {"rope_type", "type"} and not types.keys() <= layer_types_of(config):

@@ -27,6 +27,7 @@ Part = tuple[str, int, int]
 
 
 LAYERS = {"{layer}": "([0-9]+)", "{even}": "([0-9]*[02468])", "{odd}": "([0-9]*[13579])"}  # numbers in stored names
+EXPERT = "(?P<expert>[0-9]+)"
 
 
 class StackedCheckpoint(Checkpoint):
@@ -99,7 +100,8 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
 def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """The names that match a pattern, with the names of their parts, in which only {expert} is left open.
 
-    A name with {even} or {odd} has such numbers only, and those of parts are half of them.
+    A name with {even} or {odd} has such numbers only, and those of parts are half of them. One with {expert} is of one
+    expert, whose number its parts have.
     """
     patterns = {}
     for key, listed in stacked.items():
@@ -108,14 +110,16 @@ def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> 
             raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {parts}")
         if parts != [key]:
             mark = next((mark for mark in LAYERS if mark in key), "{layer}")
-            patterns[re.compile(LAYERS[mark].join(map(re.escape, key.split(mark))))] = parts, mark != "{layer}"
+            text = re.escape(key).replace(re.escape(mark), LAYERS[mark]).replace(re.escape("{expert}"), EXPERT)
+            patterns[re.compile(text)] = key.partition("{")[0], parts, mark != "{layer}"
     part_names = {}
-    for pattern, (parts, is_paired) in patterns.items():
+    for pattern, (start, parts, is_paired) in patterns.items():
         for name in names:
-            if match := pattern.fullmatch(name):
+            if name.startswith(start) and (match := pattern.fullmatch(name)):  # the first, as most names have another
                 layer = "".join(match.groups()[:1])
                 layer = str(int(layer) // 2) if is_paired else layer
-                part_names[name] = [part.replace("{layer}", layer) for part in parts]
+                expert = match.groupdict().get("expert", "{expert}")
+                part_names[name] = [part.replace("{layer}", layer).replace("{expert}", expert) for part in parts]
     return part_names
 
 

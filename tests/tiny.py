@@ -32,6 +32,9 @@ GEMMA3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["
            "head_dim": 24, "sliding_window": 10, "intermediate_size": [80, 72, 80, 56], "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0],
            "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "altup_num_inputs": 3, "laurel_rank": 5,
            "final_logit_softcapping": 3.0}  # fmt: skip
+DEEPSEEK_V4 = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5, "q_lora_rank": 20, "o_groups": 4, "o_lora_rank": 12, "sliding_window": 9,
+               "layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 6, "hc_mult": 3,
+               "hc_sinkhorn_iters": 5, "swiglu_limit": 1.0, **EXPERTS}  # fmt: skip
 ZAYA = {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 12, "router_hidden_size": 20, "lm_head_bias": True,
         "tie_word_embeddings": False}  # fmt: skip
 
@@ -98,6 +101,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                    "routed_scaling_factor": 2.5}),
     "glm4_moe_plain": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "head_dim": 20, "partial_rotary_factor": 0.3,
                                          "first_k_dense_replace": 0, "num_key_value_heads": 4, "n_shared_experts": 2}),
+    "deepseek_v4": ("DeepseekV4Config", DEEPSEEK_V4),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 6, "num_experts_per_tok": 4, "head_dim": 16, "sliding_window": 9}),
     "gpt_oss_odd": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 16, "swiglu_limit": 1.5,
                                      "num_attention_heads": 6, "num_key_value_heads": 1, "rope_parameters": YARN,
@@ -447,6 +451,8 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
     for key, buffer in model.named_buffers():
         if key.endswith("balancing_biases"):  # whose last one is -1 whatever a file has: tokens choose that expert, too
             buffer.data.fill_(-1.0)
+        if key.endswith("tid2eid"):  # of each token as many different experts
+            buffer.data.copy_(torch.rand(len(buffer), config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
     for tensor in (*model.parameters(), *corrections):
         tensor.data += torch.randn_like(tensor) * 0.2
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -68,10 +69,32 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
     "k_is_v": False,
     "value_dim": None,
 }
+ONLY_GQA: dict[str, Any] = {  # fields of attention and their only values of other kinds
+    "qk_norm": "none",
+    "softcap": None,
+    "gate": "none",
+    "o_norm": "none",
+    "v_norm": False,
+    "k_is_v": False,
+    "adapter_rank": None,
+}
+BY_TOKEN: dict[str, Any] = {  # fields of a router and their only values with experts by token
+    "bias": False,
+    "ranks": "scores",
+    "weighs": "outputs",
+    "scale_by_expert": False,
+    "hidden": None,
+    "own_norm": False,
+}
+OF_SUMS: dict[str, Any] = {  # fields of a model and their only values where blocks are not just added
+    "residual": "sequential",
+    "residual_gate.kind": "none",
+    "per_layer_input.dims": 0,
+}
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table"
 )
 
 
@@ -209,8 +232,9 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     if not attention.heads:
         raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
+    check_mqa(attention, at)
     check_value_dim(attention, head_dim, at)
-    kv_heads = attention.kv_heads or attention.heads
+    kv_heads = 1 if attention.kind == "mqa" else attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
     check_qkv_chunks(attention, kv_heads, at)
@@ -306,7 +330,8 @@ def check_branches(model: ModelConfig) -> None:
         groups = [Group.parse(each) for each in names]
         if any(group.ahead for group in groups) and (model.residual != "sequential" or not model.norm.before):
             raise UnsupportedError(f"{at}: a block ahead of another is for model.residual=sequential with norms before")
-        if any(group.later for group in groups) and (model.residual != "sequential" or model.norm.after):
+        is_sum = model.residual == "sequential" and not model.norm.after and model.streams.kind != "hyper"
+        if any(group.later for group in groups) and not is_sum:
             raise UnsupportedError(f"{at}: what is added later is for model.residual=sequential without norms after")
         for name in (name for group in groups for name in group.all):
             if name not in known:
@@ -330,6 +355,13 @@ def check_streams(model: ModelConfig) -> None:
     for name, default in (("loops", 1), ("sections", []), ("mtp_layers", 0), ("layer_scalar", False)):
         if num > 1 and (value := getattr(model, name)) != default:
             raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
+    if kind != "hyper":
+        return
+    for name, only in OF_SUMS.items():
+        if (given := operator.attrgetter(name)(model)) != only:
+            raise UnsupportedError(f"{at}: model.{name}={spelled(given)} is of blocks that are added; leave it out")
+    if any(each.kept != 1 or each.stored for each in model.block_scales.values()):
+        raise UnsupportedError(f"{at}: model.block_scales.*.kept is of blocks that are added; leave it out")
 
 
 def check_kv_layers(model: ModelConfig) -> None:
@@ -439,21 +471,36 @@ def check_value_dim(attention: AttentionConfig, head_dim: int, at: str) -> None:
         raise UnsupportedError(f"{more}, the dims of keys; values of fewer dims are supported")
 
 
+def check_mqa(attention: AttentionConfig, at: str) -> None:
+    """Check the fields of attention whose only key is its value."""
+    if attention.kind != "mqa":
+        return
+    check_only_gqa(attention, at)
+    for name in ("q_rank", "o_rank"):
+        if getattr(attention, name) is None:
+            raise ConfigError(f"{at}.{name} has no value; kind mqa needs it")
+    if attention.kv_heads not in (None, 1):
+        raise UnsupportedError(f"{at}.kv_heads={attention.kv_heads}: kind mqa has one key for all heads; leave it out")
+    if attention.heads % attention.o_groups:
+        raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of o_groups={attention.o_groups}")
+    if attention.rope.query_growth:
+        raise UnsupportedError(f"{at}.rope.query_growth is not supported for kind mqa, whose output is turned back")
+
+
+def check_only_gqa(attention: AttentionConfig, at: str) -> None:
+    """Check that other kinds have none of gqa's fields."""
+    for name, value in ONLY_GQA.items():
+        if getattr(attention, name) != value:
+            kind = f"kind {attention.kind}"
+            raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for {kind}")
+
+
 def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    for name, value in (
-        ("qk_norm", "none"),
-        ("sinks", False),
-        ("window", None),
-        ("softcap", None),
-        ("gate", "none"),
-        ("o_norm", "none"),
-        ("v_norm", False),
-        ("k_is_v", False),
-        ("adapter_rank", None),
-    ):
+    check_only_gqa(attention, at)
+    for name, value in (("sinks", False), ("window", None)):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
@@ -587,7 +634,7 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
         raise UnsupportedError(f"{at}.bias=true is not supported for plain experts")
     router, experts, top_k = mlp.router, (mlp.experts or 0) + mlp.zero_experts, mlp.top_k or 0
     check_router(mlp, at)
-    is_grouped = router.method not in ("greedy", "sparsemixer")  # which ignore groups
+    is_grouped = router.method not in ("greedy", "sparsemixer", "by_token")  # which ignore groups
     if is_grouped and experts % router.groups:
         raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
     if is_grouped and router.top_groups > router.groups:
@@ -615,6 +662,13 @@ def check_router(mlp: MLPConfig, at: str) -> None:
         raise UnsupportedError(f"{at}.zero_experts={mlp.zero_experts} is not supported for plain experts")
     if mlp.zero_gives != "input" and not mlp.zero_experts:
         raise ConfigError(f"{at}.zero_gives={mlp.zero_gives}: there are no zero_experts; leave it out")
+    if router.method == "by_token":
+        for name, value in BY_TOKEN.items():
+            if getattr(router, name) != value:
+                given = f"{at}.router.{name}={spelled(getattr(router, name))}"
+                raise UnsupportedError(f"{given} is not supported for method by_token; leave it out")
+        if mlp.zero_experts:
+            raise UnsupportedError(f"{at}.zero_experts={mlp.zero_experts} is not supported for router.method=by_token")
     if router.carried and router.hidden is None:
         raise ConfigError(f"{at}.router.carried=true: the router is a linear; set {at}.router.hidden")
     if router.logits_scale is not None and (router.hidden is not None or router.bias):

@@ -6,6 +6,7 @@
     ${spell:${hf:hybrid_override_pattern,null},M,mamba,'*',attention}
     ${paired:${hf:layer_types},mlp}      # the types of layers that are listed as two each, of which the second is mlp
     ${of_type:${hf:num_attention_heads_per_layer,null},${hf:layer_types,null},sliding_attention,${hf:num_attention_heads}}
+    ${layers_of:${hf:mlp_layer_types,null},hash_moe}    # their numbers
     ${add:${hf:sliding_window_size,null},1}
     ${round_up:${scaled:${hf:intermediate_size},2,3},256}
     ${div:${hf:scale_depth},${sqrt:${hf:num_hidden_layers}}}
@@ -106,6 +107,15 @@ def of_type(listed: Any, types: Any, named: str, default: Any = None, *, _node_:
     if any(each != found[0] for each in found):
         raise ConfigError(f"{key_of(_node_)}: layers of type {named} differ in {spelled(listed)}; they have one value")
     return found[0] if found else default
+
+
+def layers_of(types: Any, named: str, *, _node_: Any) -> list[int] | None:
+    """The layers that a list has as of a type."""
+    if types is None:
+        return None
+    if not isinstance(types, list | ListConfig):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(types)} is not a list of types of layers")
+    return [layer for layer, kind in enumerate(types) if kind == named]
 
 
 def count(listed: Any) -> int | None:
@@ -213,6 +223,7 @@ RESOLVERS = (
     spell,
     paired,
     of_type,
+    layers_of,
     count,
     scaled,
     add,

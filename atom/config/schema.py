@@ -126,11 +126,11 @@ class IndexConfig:
 
 @dataclass
 class AttentionConfig:
-    kind: str = one_of("gqa", "mla")  # mla: keys and values are one latent vector
+    kind: str = one_of("gqa", "mla", "mqa")  # mla: keys and values are one latent vector; mqa: one key, also the value
     heads: int = number(0, 0, INT32)  # of queries; 0: no layer has this attention
     kv_heads: int | None = number(None, 1, INT32)  # gqa; null: as many as heads
-    head_dim: int | None = number(None, 1, INT32)  # gqa; null: hidden / heads
-    bias: bool = False  # on q, k and v; mla: on q_a and kv_a
+    head_dim: int | None = number(None, 1, INT32)  # gqa, mqa; null: hidden / heads
+    bias: bool = False  # on q, k and v; mla, mqa: on q_a and kv_a, or kv
     qkv_chunks: int = number(1, 1, INT32)  # gqa: a stored tensor of q, k and v has a part of each, so many times
     qkv_order: str = one_of("qkv", "qvk")  # gqa: in which a stored tensor has them
     o_bias: bool = False  # on o
@@ -151,17 +151,19 @@ class AttentionConfig:
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
-    sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
+    sinks: bool = False  # gqa, mqa: a score for each head that takes part in the softmax and has no value
     alibi: str = one_of("none", "added", "scaled")  # gqa: scores fall with the distance; scaled: as dot products are
     window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
     chunked: bool = False  # gqa: a query sees the tokens from a multiple of the window on, not so many
     window_from: int = number(0, 0, INT32)  # first layer with the window, of layers without a type
-    q_rank: int | None = number(None, 1, INT32)  # mla: latent dims of q; null: none
+    q_rank: int | None = number(None, 1, INT32)  # mla, mqa: latent dims of q; null: none, which mqa has
+    o_rank: int | None = number(None, 1, INT32)  # mqa: outputs of each of o_groups, ahead of o
+    o_groups: int = number(1, 1, INT32)  # mqa: of heads, each with a linear of its own ahead of o
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
     nope_dim: int | None = number(None, 1, INT32)  # mla: dims of a head that have no position
     rope_dim: int | None = number(None, 1, INT32)  # mla: rotated dims of a head, one key for all of them
     value_dim: int | None = number(None, 1, INT32)  # dims of a head's values; null: head_dim
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)  # mqa: of the last dims of a head
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
     dense_rope: bool = False  # layers without experts have one, whatever full_rope says
@@ -173,9 +175,9 @@ class AttentionConfig:
 @dataclass
 class RouterConfig:
     method: str = one_of(
-        "greedy", "group_limited_greedy", "noaux_tc", "sparsemixer"
-    )  # noaux_tc: with a correction for the choice; sparsemixer: two experts, one after the other
-    score: str | None = one_of(None, "softmax", "sigmoid")  # null: sigmoid for noaux_tc, else softmax
+        "greedy", "group_limited_greedy", "noaux_tc", "sparsemixer", "by_token"
+    )  # noaux_tc: with a correction for the choice; sparsemixer: two, one after the other; by_token: of a stored table
+    score: str | None = one_of(None, "softmax", "sigmoid", "sqrtsoftplus")  # null: sigmoid for noaux_tc, else softmax
     correction: bool = True  # noaux_tc: one is stored, else it is 0
     ranks: str = one_of("scores", "logits")  # what the choice is by, and the correction added to
     weighs: str = one_of("outputs", "inputs")  # of experts; inputs: for top_k 1
@@ -346,9 +348,14 @@ class StreamsConfig:
     """Residual streams: the hidden states that layers read and write."""
 
     kind: str = one_of(
-        "one", "altup"
-    )  # altup: of several, each layer computes one, and predicts and corrects the others
+        "one", "altup", "hyper"
+    )  # altup: each layer computes one, and predicts and corrects the others; hyper: each block reads and writes all
     num: int = number(1, 1, MAX_STREAMS)  # of them
+    rounds: int = number(0, 0, 1 << 10)  # hyper: that make mixing matrices doubly stochastic; 0: they are not mixed
+    eps: float = number(1e-6, 0)  # hyper: added to what streams are read by, to mixing matrices and sums of these
+    write_scale: float = number(2.0, 0, above=True)  # hyper: the most of a block's result that a stream takes
+    write_eps: float = number(0.0, 0)  # hyper: added to that
+    merge: str = one_of("weighted", "mean")  # hyper: how the last layer's become one; weighted: as blocks read them
 
 
 @dataclass

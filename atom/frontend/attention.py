@@ -12,7 +12,7 @@ from atom.frontend.cca import project_cca
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Full, Recipe, Repeat, Type, W, ops
+from atom.graph import KV, Dequantize, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.ops.sparse import index_entry
 from atom.graph.recipe_ranges import cat
@@ -26,6 +26,7 @@ class Rotary(NamedTuple):
     queries: tuple[Node, Node]  # as keys, but that queries may grow with the position
     interleaved: bool
     second: tuple[Node, Node] | None = None  # of the second half of a head's dims, if each half turns by itself
+    back: tuple[Node, Node] | None = None  # mqa: of the output, by minus the angle
     grown: tuple[Node, Node] | None = None  # mla: of the dims of queries that have no position, if these grow
 
 
@@ -143,7 +144,7 @@ def more_of_scores(
     writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int
 ) -> list[Recipe | Node | None]:
     """Further arguments of `ops.attention`: sinks, scales of keys and values in fp8, slopes, ends; to the last one."""
-    sinks = W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
+    sinks = sinks_of(writer, attention, layer)
     roles = ("k_scale", "v_scale")
     is_scaled = cache.type.dtype == "fp8_e4m3"
     scales = [scale_of(writer, role, kv_layer) if is_scaled else None for role in roles]
@@ -154,6 +155,11 @@ def more_of_scores(
     while more and more[-1] is None:
         more.pop()
     return more
+
+
+def sinks_of(writer: Writer, attention: AttentionConfig, layer: int) -> Recipe | None:
+    """The sinks [N] of a layer, if it has some."""
+    return W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
 
 
 def alibi_slopes(heads: int, scale: float) -> Recipe:
@@ -248,7 +254,43 @@ def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotar
     return chosen
 
 
-ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
+def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
+    """Shared key-value attention (DeepSeek-AI 2026): one head of keys, which are values, too.
+
+    Values are rotated with them, so the output is turned back. Groups of its heads have a first linear each.
+    """
+    heads, dim, groups = attention.heads, required(attention.head_dim), attention.o_groups
+    q_rank, o_rank = required(attention.q_rank), required(attention.o_rank)
+    q_a, kv = writer.linears(h, {"q_a": q_rank, "kv": dim}, attention.bias, layer)
+    q_a = writer.norm(q_a, "q_a_norm", layer, name="q_a")
+    q = writer.call(ops.split_heads, writer.linear(q_a, "q_b", heads * dim, False, layer), heads=heads, name="q")
+    q = writer.norm(q, "q_b_norm", layer, name="q", weight_of_heads="none")
+    kv = writer.call(ops.split_heads, writer.norm(kv, "kv_norm", layer, name="kv"), heads=1, name="kv")
+    if rotary is not None:
+        q, kv = (rotate_last(writer, x, rotary.queries, rotary, x.name) for x in (q, kv))
+    kv = writer.call(ops.merge_heads, kv, name="kv")
+    window = window_of(writer.model, attention, layer)
+    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (dim,)), window)
+    more = [sinks_of(writer, attention, layer)]
+    more += [scale_of(writer, "k_scale", layer)] if cache.type.dtype == "fp8_e4m3" else []
+    while more and more[-1] is None:
+        more.pop()
+    scale = required(attention.scale)
+    a = writer.call(ops.mqa_attention, q, kv, cache, *more, scale=scale, window=window, name="a")
+    if rotary is not None:
+        a = rotate_last(writer, a, required(rotary.back), rotary, "a")
+    a = writer.call(ops.merge_heads, a, name="a")
+    weight: Recipe = writer.stored(writer.weight_name("o_a", layer), (groups * o_rank, heads * dim // groups))
+    weight = weight if weight.type.fmt is None else Dequantize(weight)
+    o_a = writer.call(ops.linear_by_head, a, weight, heads=groups, name="o_a")
+    return writer.linear(o_a, "o", writer.model.hidden, attention.o_bias, layer)
+
+
+ATTENTIONS: dict[str, Callable[[Writer, Node, AttentionConfig, Rotary | None, int], Node]] = {
+    "gqa": gqa,
+    "mla": mla,
+    "mqa": mqa,
+}
 
 
 def rotaries(
@@ -300,7 +342,8 @@ def make_rotary(
         return Rotary(pair_of_sections, pair_of_sections, rope.interleaved)
     keys = pair(freqs, "", scale=scale)
     if not rope.query_growth:
-        return Rotary(keys, keys, rope.interleaved)
+        back = (keys[0], writer.scale(keys[1], -1.0)) if attention.kind == "mqa" else None
+        return Rotary(keys, keys, rope.interleaved, back=back)
     queries = pair(freqs, "q_", scale=scale, **growth)
     grown = still(required(attention.nope_dim), "grown_") if attention.kind == "mla" else None
     return Rotary(keys, queries, rope.interleaved, grown=grown)
@@ -326,6 +369,17 @@ def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved:
         return x
     rotated: Node = writer.call(ops.rope, x, *pair, interleaved=interleaved, name=name)
     return rotated
+
+
+def rotate_last(writer: Writer, x: Node, pair: tuple[Node, Node], rotary: Rotary, name: str) -> Node:
+    """x [T, N, D], the last of its dims rotated"""
+    size, turned = int(x.meta["type"].shape[-1]), 2 * int(pair[0].meta["type"].shape[-1])
+    if size == turned:
+        return rotate(writer, x, pair, rotary.interleaved, name)
+    still, last = writer.call(ops.split, x, sizes=[size - turned, turned], name=(name, f"{name}_rope"))
+    last = rotate(writer, last, pair, rotary.interleaved, f"{name}_rope")
+    joined: Node = writer.call(ops.join, still, last, name=name)
+    return joined
 
 
 def rotate_halves(writer: Writer, x: Node, pair: tuple[Node, Node] | None, rotary: Rotary, name: str) -> Node:

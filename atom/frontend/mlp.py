@@ -112,6 +112,13 @@ def _choose(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> tuple[Node, 
     if router.method == "sparsemixer":
         mixed: tuple[Node, Node] = writer.call(ops.sparse_mixer, h, scores, jitter=router.jitter, name=names)
         return mixed
+    if router.method == "by_token":
+        table = W(writer.name("expert_table", layer), Type("i64", (writer.model.vocab, required(mlp.top_k))))
+        by_token: tuple[Node, Node] = writer.call(
+            ops.token_router, h, scores, writer.carried["tokens"], table, score=router.score,
+            renormalize=router.renormalize, scale=router.scale, name=names,
+        )  # fmt: skip
+        return by_token
     bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
     correction = None
     if router.method == "noaux_tc" and router.correction:

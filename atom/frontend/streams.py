@@ -1,4 +1,4 @@
-"""Residual streams: how layers and their blocks read the hidden states and write to them.
+"""Residual streams: how layers and blocks read hidden states and write to them.
 
     streams = STREAMS[model.streams.kind]
     states = streams.spread(writer, x)                                # of x [T, H]
@@ -27,8 +27,8 @@ from torch.fx import Node
 from atom.config import Group, ModelConfig
 from atom.frontend.per_layer_input import add_per_layer_input, per_layer_output
 from atom.frontend.writer import Writer
-from atom.graph import Apply, Full, Recipe, Type, W, ops
-from atom.graph.recipe_ranges import cat
+from atom.graph import Apply, Full, Recipe, Repeat, Type, W, ops
+from atom.graph.recipe_ranges import cat, narrow
 
 LEAST_SQUARE = 1e-5  # that the mean square of a stream counts as, as transformers has it
 SHARES = {  # kind of a residual gate -> functions of its vector: shares of what a block is added to, of what it gives
@@ -175,6 +175,76 @@ def coefficients(writer: Writer, x: Node, role: str, num: int, layer: int, *bias
     return writer.multiply(routed, writer.matrix(role, (num, streams), layer), *bias, role=role, layer=layer)
 
 
+def spread_hyper(writer: Writer, x: Node) -> Node:
+    """x [T, H] -> itself in each stream"""
+    num = writer.model.streams.num
+    return mix(writer, x, Full(1.0, Type(writer.dtype, (num,))), 1, "x")
+
+
+def connect_all(_writer: Writer, x: Node, _layer: int, _own: Node | None) -> tuple[Node, End]:
+    """The streams as they are, of layers whose blocks connect each by itself."""
+    return x, lambda y: y
+
+
+def connect_hyper(writer: Writer, x: Node, place: Place) -> tuple[Node, Write]:
+    """Hyper-connections (Zhu et al. 2024): a block reads a sum of the streams, and all take a share of what it gives.
+
+    With rounds, the streams are mixed by a matrix that is about doubly stochastic (Xie et al. 2026). All weights are
+    of the streams themselves.
+    """
+    streams = writer.model.streams
+    num, names = streams.num, ["read_by", "write_by", "mix_by"]
+    sizes = [num, num, num * num] if streams.rounds else [num, num]
+    logits = stream_logits(writer, x, place.role, sizes, place.layer)
+    read_by, write_by, *mix_by = writer.call(ops.split, logits, sizes=sizes, name=tuple(names[: len(sizes)]))
+    write_by = writer.scale(sigmoid(writer, write_by), streams.write_scale)
+    write_by = shift(writer, write_by, streams.write_eps)
+    kept = x
+    for each in mix_by:
+        shares = writer.call(ops.sinkhorn, each, streams=num, rounds=streams.rounds, eps=streams.eps, name="mix_by")
+        kept = mix(writer, x, shares, num, "kept")
+
+    def write(y: Node, _h: Node) -> Node:
+        total: Node = writer.call(ops.add, kept, mix(writer, y, write_by, 1, "news"), name="x")
+        return total
+
+    return mix(writer, x, shift(writer, sigmoid(writer, read_by), streams.eps), num, "read"), write
+
+
+def merge_hyper(writer: Writer, x: Node) -> Node:
+    """The mean of the streams, or a sum of them as blocks read them; -> [T, H]"""
+    streams = writer.model.streams
+    if streams.merge == "mean":
+        return mix(writer, x, Full(1 / streams.num, Type("fp32", (streams.num,))), streams.num, "x")
+    weights = sigmoid(writer, stream_logits(writer, x, "head", [streams.num], None))
+    return mix(writer, x, shift(writer, weights, streams.eps), streams.num, "x")
+
+
+def stream_logits(writer: Writer, x: Node, role: str, sizes: list[int], layer: int | None) -> Node:
+    """fp32[T, the sum of sizes] of the streams x [T, S H]; outputs of one size share a scale"""
+    num, shape = sum(sizes), x.meta["type"].shape
+    weight, scale, bias = (
+        W(writer.name(f"hyper_{role}_{part}", layer), Type("fp32", dims))
+        for part, dims in (("weight", (num, shape[-1])), ("scale", (len(sizes),)), ("bias", (num,)))
+    )
+    scales = cat(tuple(Repeat(narrow(scale, n, n + 1), size, 0, size) for n, size in enumerate(sizes)))
+    logits: Node = writer.call(ops.stream_logits, x, weight, scales, bias, eps=writer.model.norm.eps, name="logits")
+    return logits
+
+
+def sigmoid(writer: Writer, x: Node) -> Node:
+    weights: Node = writer.call(ops.activate, x, kind="sigmoid", name=x.name)
+    return weights
+
+
+def shift(writer: Writer, x: Node, by: float) -> Node:
+    """x [T, S] and a number"""
+    if not by:
+        return x
+    shifted: Node = writer.call(ops.add, x, Full(by, Type("fp32", x.meta["type"].shape[-1:])), name=x.name)
+    return shifted
+
+
 def mix(writer: Writer, x: Node, weights: Node | Recipe, streams: int, name: str) -> Node:
     mixed: Node = writer.call(ops.mix_streams, x, weights, streams=streams, name=name)
     return mixed
@@ -200,4 +270,5 @@ def names_of(writer: Writer, name: str) -> tuple[str, ...]:
 STREAMS = {
     "one": Streams(keep, connect_one, connect_sum, keep),
     "altup": Streams(spread_altup, connect_altup, connect_sum, merge_altup),
+    "hyper": Streams(spread_hyper, connect_all, connect_hyper, merge_hyper),
 }

@@ -4,7 +4,8 @@
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))
 
-In latent attention these are the projections that read h: q (or q_a, if q has a latent too) and kv_a.
+In latent attention these are the projections that read h: q (or q_a, if q has a latent too) and kv_a; in shared
+key-value attention q_a and kv.
 Declines if they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
 
@@ -23,6 +24,8 @@ WRAPPERS = (
     ops.split,
     ops.scale,
     ops.pad,
+    ops.join,
+    ops.merge_heads,
 )  # ops between a projection and its attention
 
 
@@ -35,6 +38,9 @@ def fuse_qkv(graph: Graph) -> Graph:
         if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
             q = _projection(q.args[0])
         _fuse(graph, [q, kv_a], "qkv_a")
+    for attention in graph.find(ops.mqa_attention):
+        q, kv = map(_projection, attention.args[:2])
+        _fuse(graph, [_projection(q.args[0]), kv], "qkv_a")
     return graph
 
 

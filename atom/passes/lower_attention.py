@@ -9,6 +9,9 @@
     k_rope = rope(k_rope, cos, sin)
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
+    a = mqa_attention(q, kv, KV("0"), …)     ->     q = write_mqa(q, kv, KV("0"), batch)
+                                                    a = paged_mqa_attention(q, KV("0"), batch, …)
+
 Layers may share KV: an attention of the keys and values of an earlier one, and its cache, writes nothing.
 
     a = attention(q, k, v, KV("0"), …)  ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), batch)
@@ -53,6 +56,8 @@ def lower_attention(graph: Graph) -> Graph:
         _lower_latent(graph, attention)
     for chosen in graph.find(ops.index_topk):
         _lower_index(graph, chosen)
+    for attention in graph.find(ops.mqa_attention):
+        _lower_mqa(graph, attention)
     return graph
 
 
@@ -108,6 +113,15 @@ def _lower_index(graph: Graph, chosen: Node) -> None:
     written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q")
     paged = graph.insert(chosen, ops.paged_index_topk, written, weights, cache, batch, **chosen.kwargs)
     graph.replace({chosen: paged})
+
+
+def _lower_mqa(graph: Graph, attention: Node) -> None:
+    q, kv, cache, sinks, k_scale = (*attention.args, None, None)[:5]
+    batch = graph.program_of(attention).input("batch", BATCH)
+    written = graph.insert(attention, ops.write_mqa, q, kv, cache, batch, k_scale, name="q")
+    args = written, cache, batch, sinks, k_scale
+    paged = graph.insert(attention, ops.paged_mqa_attention, *args, **attention.kwargs)
+    graph.replace({attention: paged})
 
 
 def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None, dict[str, Any]]:

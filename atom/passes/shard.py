@@ -323,6 +323,15 @@ class _Writer:
             raise UnsupportedError(f"{node.name}: {whole} {name} cannot be divided among {ranks} ranks")
         return whole * state.copies // ranks
 
+    def linear_by_head(self, node: Node) -> None:
+        """Each rank has the heads of its part of the input."""
+        x, *recipes = node.args
+        state = self._state(x)
+        if not isinstance(state, Divided):
+            return self.copy(node)
+        own, heads = [each and self._share_as(state, each) for each in recipes], self._count(node, "heads", state)
+        return self._call(node, ops.linear_by_head, self._value(x), *own, state=state, heads=heads)
+
     def attention(self, node: Node) -> None:
         q, k, v, cache, *more = node.args
         state = self._state(k)
@@ -619,6 +628,7 @@ HANDLERS: dict[Any, Handler] = {
     ops.rms_norm: _Writer.norm,
     ops.layer_norm: _Writer.norm,
     ops.group_rms_norm: _Writer.group_norm,
+    ops.linear_by_head: _Writer.linear_by_head,
     ops.attention: _Writer.attention,
     ops.mla_attention: _Writer.mla_attention,
     ops.mul: _Writer.mul,

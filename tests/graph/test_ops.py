@@ -48,6 +48,7 @@ CALLS = [
     (ops.weigh_inputs, ("bf16[T, 24]", "fp32[T, 1]"), {}),
     (ops.identity_share, ("bf16[T, 24]", "fp32[T, 2]", "i64[T, 2]"), {"experts": 4}),
     (ops.router, ("bf16[T, 24]", "bf16[8, 24]", "bf16[8]", "fp32[8]"), {"top_k": 2, "groups": 4, "top_groups": 2}),
+    (ops.token_router, ("bf16[T, 24]", "bf16[9, 24]", "i64[T]", "i64[9, 2]"), {"renormalize": True}),
     (ops.scale_by_expert, ("fp32[T, 2]", "i64[T, 2]", "bf16[9]"), {}),
     (ops.add_norm_router, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[8, 24]"), {"eps": 1e-6, "top_k": 2}),
     (ops.add_rms_norm, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]"), {"eps": 1e-6}),
@@ -77,6 +78,8 @@ CALLS = [
     (ops.mix_streams, ("bf16[T, 4, 6]", "bf16[6]"), {"streams": 3}),
     (ops.mix_streams, ("bf16[T, 24]", "bf16[T, 6]"), {"streams": 3}),
     (ops.mix_streams, ("bf16[T, 24]", "fp32[4]"), {"streams": 1}),
+    (ops.stream_logits, ("bf16[T, 24]", "fp32[8, 24]", "fp32[8]", "fp32[8]"), {"eps": 1e-6}),
+    (ops.sinkhorn, ("fp32[T, 9]",), {"streams": 3, "rounds": 2, "eps": 1e-6}),
     (ops.match_rms, ("bf16[T, 24]", "bf16[T, 24]"), {"eps": 1e-5}),
     (ops.gaussian_topk, ("bf16[T, 24]",), {"sparsity": 0.9}),
     (ops.gaussian_topk, ("bf16[T, 24]", "fp32[T, 2]"), {"sparsity": 0.9, "columns": 48}),
@@ -212,6 +215,31 @@ def test_streams_are_mixed_by_the_weights_of_each_token_or_of_all():
     assert torch.equal(ops.mix_streams(y, torch.tensor([0.0, 1.0, 2.0]), streams=1), torch.hstack((0 * y, y, 2 * y)))
 
 
+def test_mixing_matrices_become_doubly_stochastic_and_send_each_stream_where_its_row_says():
+    logits = torch.randn(T, 9)
+    weights = ops.sinkhorn(logits, streams=3, rounds=50, eps=1e-9).view(T, 3, 3)
+    assert torch.allclose(weights.sum(1), torch.ones(T, 3)) and torch.allclose(weights.sum(2), torch.ones(T, 3))
+    logits = torch.full((1, 3, 3), -30.0)
+    logits[0, [0, 1, 2], [1, 2, 0]] = 30.0  # stream 0 goes to 1, 1 to 2, 2 to 0
+    weights, x = ops.sinkhorn(logits.flatten(1), streams=3, rounds=1, eps=1e-9), torch.tensor([[5.0, 6.0, 7.0]])
+    assert torch.allclose(ops.mix_streams(x, weights, streams=3), torch.tensor([[7.0, 5.0, 6.0]]))
+
+
+def test_logits_of_streams_are_a_linear_of_their_norm():
+    x, weight, scale, bias = torch.randn(T, 24), torch.randn(8, 24), torch.randn(8), torch.randn(8)
+    normed = torch.nn.functional.rms_norm(x, (24,), eps=1e-3)
+    made = ops.stream_logits(x, weight, scale, bias, eps=1e-3)
+    assert torch.allclose(made, normed @ weight.T * scale + bias, atol=1e-5)
+
+
+def test_a_table_chooses_experts_by_token_and_scores_of_x_weigh_them():
+    x, weight, table = torch.randn(3, 8), torch.randn(4, 8), torch.tensor([[0, 1], [3, 2], [1, 3]])
+    weights, ids = ops.token_router(x, weight, torch.tensor([2, 0, 2]), table, score="sqrtsoftplus", scale=2.0)
+    assert ids.tolist() == [[1, 3], [0, 1], [1, 3]]
+    scores = torch.log1p((x @ weight.T).exp()).sqrt()
+    assert torch.allclose(weights, 2 * torch.stack([scores[row, ids[row]] for row in range(3)]), atol=1e-6)
+
+
 def test_a_row_takes_the_length_of_another_and_a_row_of_zeros_stays():
     x, like = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0]]), torch.tensor([[6.0, 8.0], [1.0, 1.0], [1.0, 1.0]])
     expected = torch.tensor([[6.0, 8.0], [0.0, 0.0], [1e-3 / 1e-5**0.5, 0.0]])  # whose mean square is below eps
@@ -242,6 +270,7 @@ def test_every_op_documents_its_shapes():
     collectives = {each for each in OWN if each.is_collective}
     in_steps = {ops.attention, ops.norm_rope, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
+    latent |= {ops.mqa_attention, ops.write_mqa, ops.paged_mqa_attention}
     recurrent = {each for op in OWN if op.lowered is not None for each in (op, op.lowered)} | {ops.gated_delta_net}
     mixtures = {ops.experts, ops.plain_experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
     vision = {op for op in OWN if op.body.__module__ == "atom.graph.ops.vision"} | {ops.clip}
@@ -252,7 +281,7 @@ def test_every_op_documents_its_shapes():
 def test_which_arguments_are_weights():
     found = {op.name: [list(op.signature.parameters)[place] for place in op.weights] for op in OWN}
     linears = ("linear", "gated_linear", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
-               "add_norm_router")  # fmt: skip
+               "add_norm_router", "token_router")  # fmt: skip
     expected = {name: ["weight"] for name in linears} | {
         "mla_attention": ["kv_b"],
         "paged_mla_attention": ["kv_b"],

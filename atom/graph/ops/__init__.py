@@ -89,11 +89,14 @@ from atom.graph.ops.moe import (
     router,
     scale_by_expert,
     sparse_mixer,
+    token_router,
     weigh_inputs,
 )
+from atom.graph.ops.mqa import mqa_attention, paged_mqa_attention, write_mqa
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
 from atom.graph.ops.sparse import index_topk, paged_index_topk, write_index
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
+from atom.graph.ops.streams import sinkhorn, stream_logits
 from atom.graph.ops.vision import (
     axis_tables,
     fold_rows,
@@ -117,11 +120,12 @@ __all__ = [
     "gated_activate", "gated_delta", "gated_delta_net", "gated_linear", "gather_tokens", "gaussian_topk", "group",
     "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "index_topk",
     "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_by_head", "local_tokens", "lora",
-    "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams", "mla_attention", "mul", "norm_linear",
-    "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "normalize_pixels", "pad",
-    "paged_attention", "paged_index_topk", "paged_mla_attention", "pair_adapters", "place_rows", "plain_experts",
-    "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",
-    "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
-    "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "sum_moments",
-    "sum_squares", "take_rows", "time_step", "weigh_inputs", "write_index", "xielu",
+    "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams", "mla_attention", "mqa_attention", "mul",
+    "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "normalize_pixels",
+    "pad", "paged_attention", "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters",
+    "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope",
+    "rotary", "rotary_sections", "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms",
+    "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split", "split_heads", "ssd",
+    "ssm_decay", "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step", "token_router",
+    "weigh_inputs", "write_index", "write_mqa", "xielu",
 ]  # fmt: skip

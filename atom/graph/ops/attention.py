@@ -145,13 +145,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     return torch.einsum("kgql,lkd->qkgd", shares, v.float()).reshape(num_queries, heads, v.shape[2]).to(q.dtype)
 
 
-def _window(cache: KV, window: int | None, chunked: bool) -> None:
+def need_window(cache: KV, window: int | None, chunked: bool) -> None:
     need(not chunked or window is not None, "chunks have the size of the window, which is none")
     need(cache.window is None or (window is not None and window <= cache.window),
           f"a query sees {window or 'all'} tokens, the cache keeps {cache.window}")  # fmt: skip
 
 
-def _sinks(sinks: Type | None, q: Type) -> None:
+def need_sinks(sinks: Type | None, q: Type) -> None:
     need(sinks is None or sinks.shape == (q.shape[1],), f"the sinks are {sinks} for q {q}")
 
 
@@ -173,8 +173,8 @@ def need_scales(cache: KV, *scales: Type | None) -> None:
 def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, k_scale: Type | None = None,
                v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None, *, scale: float,
                window: int | None = None, softcap: float | None = None, chunked: bool = False) -> Type:  # fmt: skip
-    _window(cache, window, chunked)
-    _sinks(sinks, q)
+    need_window(cache, window, chunked)
+    need_sinks(sinks, q)
     _slopes(slopes, q)
     _ends(ends, q, slopes)
     need_scales(cache, k_scale, v_scale)
@@ -269,8 +269,8 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
                      scale: float, window: int | None = None, softcap: float | None = None,
                      chunked: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
-    _window(cache, window, chunked)
-    _sinks(sinks, q)
+    need_window(cache, window, chunked)
+    need_sinks(sinks, q)
     _slopes(slopes, q)
     _ends(ends, q, slopes)
     need_scales(cache, k_scale, v_scale)

@@ -29,7 +29,11 @@ from atom.graph.quantize_rows import round_rows
 from atom.graph.types import Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-SCORES = ("softmax", "sigmoid")
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
 RANKS = ("scores", "logits")
 SPARSE_MIXED = 2  # experts of a token that sparse_mixer chooses
 
@@ -60,7 +64,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
            gated: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k] of each token's experts.
 
-    Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
+    Scores are what `score` says of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
     the top_groups groups that hold the best experts (DeepSeek-AI 2024, section 2.2.2); noaux_tc adds the correction for
     the choice only and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
     the chosen scores, brought to a sum of 1 by renormalize, times scale. Experts E to E + shared - 1, which are all
@@ -71,7 +75,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     """
     experts = len(weight) - gated
     logits = F.linear(x.float(), weight[:experts].float(), None if bias is None else bias.float())
-    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    scores = SCORES[score](logits)
     ranked = logits if ranks == "logits" else scores
     ranked = ranked if correction is None else ranked + correction.float()
     if groups > 1 and method != "greedy":
@@ -82,12 +86,34 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, dim=-1).indices, True)
         ranked = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
     ids = ranked.topk(top_k, dim=-1).indices
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    weights = _sum_to_one(scores.gather(1, ids), renormalize)
     common = torch.arange(experts, experts + shared, device=ids.device).expand(len(ids), -1)
     share = F.linear(x.float(), weight[experts:].float()).sigmoid() if gated else weights.new_ones(len(ids), 1)
     return torch.cat((weights * scale, share.expand(-1, shared)), 1), torch.cat((ids, common), 1)
+
+
+def _token_router(x: Type, weight: Type, tokens: Type, table: Type, *, score: str = "softmax",
+                  renormalize: bool = False, scale: float = 1.0) -> tuple[Type, Type]:  # fmt: skip
+    need(tokens == Type("i64", x.shape[:1]), f"the tokens are {tokens} for {x}")
+    need(table.dtype == "i64" and len(table.shape) == 2, f"the table of experts is {table}")
+    return _router(x, weight, top_k=int(table.shape[1]), score=score, renormalize=renormalize, scale=scale)
+
+
+@op(_token_router, weight=1)
+def token_router(x: Tensor, weight: Tensor, tokens: Tensor, table: Tensor, *, score: str = "softmax",
+                 renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`router` whose experts a table i64[V, k] lists by token (Roller et al. 2021); only the weights are of x.
+
+    x [T, H], weight [E, H], tokens i64[T] -> weights fp32[T, k] and ids i64[T, k] of each token's experts
+    """
+    ids = table[tokens]
+    weights = SCORES[score](F.linear(x.float(), weight.float())).gather(1, ids)
+    return _sum_to_one(weights, renormalize) * scale, ids
+
+
+def _sum_to_one(weights: Tensor, renormalize: bool) -> Tensor:
+    """weights [T, k], over their sum if they are to add up to 1"""
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-20) if renormalize else weights
 
 
 def _scale_by_expert(weights: Type, ids: Type, scales: Type) -> Type:

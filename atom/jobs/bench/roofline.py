@@ -35,8 +35,9 @@ from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
 from atom.state_rules import StateRule
 
-ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
-ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer)  # the second result of which are the ids of experts
+ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention, ops.paged_mqa_attention)
+# whose second result is the ids of experts
+ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer, ops.token_router)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
 OTHER_READ_BYTES = 2 << 30
 BATCH_SECONDS = 0.02  # min seconds of a measurement

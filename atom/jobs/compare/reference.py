@@ -30,7 +30,7 @@ from atom.jobs.compare.trace import Trace, Value, is_choice
 SUFFIX = ".weight"
 EXPERTS = ".experts"  # of the path of a module with all experts of a layer
 NORMS = (ops.rms_norm, ops.layer_norm)
-ROUTERS = (ops.router, ops.sparse_mixer)
+ROUTERS = (ops.router, ops.sparse_mixer, ops.token_router)
 
 
 class Place(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.triton.activations import softplus
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
@@ -178,7 +179,7 @@ def _constants(experts: int, rule: Rule, is_few: bool) -> dict[str, Any]:
     block_g = next_power_of_2(groups)
     return {
         "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "GATED": rule.gated,
-        "BY_LOGITS": rule.ranks == "logits", "HAS_SOFTMAX": rule.score == "softmax",
+        "BY_LOGITS": rule.ranks == "logits", "SCORE": rule.score,
         "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups, "TOP_GROUPS": rule.top_groups,
         "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
         "BLOCK_S": next_power_of_2(max(rule.shared, 1)), "COUNTED": is_few and block_g * members <= MAX_COUNTED,
@@ -217,7 +218,7 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRI
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
                    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-                   BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+                   BY_LOGITS: tl.constexpr, SCORE: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
                    TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights."""
@@ -225,7 +226,7 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     _choose(logits + token * STRIDE, tokens.to(tl.int64) * STRIDE, bias, correction, weights, ids, token, scale,
-            NUM_PARTS, EXPERTS, TOP_K, SHARED, GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS,
+            NUM_PARTS, EXPERTS, TOP_K, SHARED, GATED, BY_LOGITS, SCORE, HAS_PAIRS, GROUPS, TOP_GROUPS,
             RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
 
 
@@ -233,7 +234,7 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
 def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, weights, ids, arrived, a_stride, b_stride,
                       eps, scale, INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
                       EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-                      BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
+                      BY_LOGITS: tl.constexpr, SCORE: tl.constexpr, HAS_PAIRS: tl.constexpr,
                       GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
                       BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
@@ -261,14 +262,14 @@ def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, we
     if tl.atomic_add(arrived + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + token, 0)
         _choose(logits + token * ROWS, 0, bias, correction, weights, ids, token, scale, 1, EXPERTS, TOP_K, SHARED,
-                GATED, BY_LOGITS, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
+                GATED, BY_LOGITS, SCORE, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
                 COUNTED)  # fmt: skip
 
 
 @jit
 def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, NUM_PARTS: tl.constexpr,
             EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-            BY_LOGITS: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+            BY_LOGITS: tl.constexpr, SCORE: tl.constexpr, HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr,
             TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_S: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
     """A token's experts and their weights by its logits, in parts to be summed; experts are a rectangle, a row a group.
@@ -294,10 +295,12 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
     if bias is not None:
         scores += tl.load(bias + experts, mask=is_expert, other=0.0).to(tl.float32)
     ranks = scores
-    if HAS_SOFTMAX:
+    if SCORE == "softmax":
         scores = tl.where(is_expert, scores, float("-inf"))
         scores = tl.exp(scores - tl.max(scores))
         scores = scores / tl.sum(scores)
+    elif SCORE == "sqrtsoftplus":
+        scores = tl.sqrt(softplus(scores))
     else:
         scores = tl.sigmoid(scores)
 

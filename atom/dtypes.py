@@ -42,6 +42,7 @@ MODEL_DTYPES = ("bf16", "fp16", "fp32")  # that a model computes in
 # that a text may name
 GRAPH_DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e8m0", "i64", "i32", "i8", "u8", "bool")
 FLOAT_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e8m0")  # that are numbers without a scale
+BYTES = ("i8", "fp8_e8m0")  # that files have where a format has u8: pairs of numbers, and exponents
 BY_SAFETENSORS = {dtype.safetensors: ours for ours, dtype in DTYPES.items()}
 BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", "float": "fp32"}
 
@@ -106,10 +107,11 @@ GGUF_BLOCKS = Part("", "u8", "bytes")
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
 # name -> bits of an element, bits of a scale, block if none is given, kind, parts. Formats without parts can be
-# counted, not run. Names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
-# gpt-oss (mxfp4), AWQ's gemm, GPTQ, and the types of GGUF, whose parts are in one tensor of blocks
+# counted, not run. Names of parts are those of DeepSeek-V3 (fp8) and V4 (ds_…), compressed-tensors and others of its
+# names (ct_…), gpt-oss (mxfp4), AWQ's gemm, GPTQ, and the types of GGUF, whose parts are in one tensor of blocks
 FORMATS: dict[str, Format] = {
     "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
+    "ds_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part(".scale", "fp32")),
     "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
     "ct_mxfp8": _format(8, 8, (1, 32), "scaled", values=FP8, scales=SCALE._replace(words="exponents")),
     "int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
@@ -147,6 +149,7 @@ FORMATS: dict[str, Format] = {
     "gguf_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=GGUF_PAIRS, scales=GGUF_EXPONENT),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
+    "ds_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part(".scale", "u8")),
     "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),
     "ct_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=Part("_packed", "u8", "bytes"), scales=FP4_SCALE,
                         divisor=Part("_global_scale", "fp32", "tensor")),

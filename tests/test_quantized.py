@@ -7,6 +7,7 @@ quant_scheme.py, fbgemm_fp8 and fp8 of transformers, modelopt's and Quark's expo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -444,6 +445,38 @@ def test_scales_may_be_exponents(tmp_path: Path):
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
     assert_same_as(plain, packed, level=0)
+
+
+def test_experts_may_have_another_format_whose_scales_are_exponents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes = {**tiny.DEEPSEEK_V4, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
+    monkeypatch.setitem(tiny.VARIANTS, "wide_v4", ("DeepseekV4Config", sizes))
+    plain, packed = tiny.save("wide_v4", tmp_path / "plain"), tmp_path / "packed"
+    stored, unpacked = {}, load_file(plain / "model.safetensors")
+    for name in list(unpacked):
+        hub = re.sub(r"^hc_head\.hc_", "hc_head_", name.removeprefix("model.").replace("embed_tokens", "embed"))
+        hub = hub.replace(".attn.norm.", ".attn.kv_norm.")
+        if ".experts." in name:
+            parts, unpacked[name] = mxfp4("")(unpacked[name])
+            parts = {"": parts[""].view(torch.int8), ".scale": parts["_scale"].view(torch.float8_e8m0fnu)}
+        elif re.search(r"\.(wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight", name):
+            parts, _ = fp8((16, 32), ".scale")(unpacked[name])
+            exponents = parts[".scale"].log2().round()
+            spread = exponents.exp2().repeat_interleave(16, 0).repeat_interleave(32, 1)
+            rows, columns = unpacked[name].shape
+            unpacked[name] = parts[""].float() * spread[:rows, :columns]
+            parts[".scale"] = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+        else:
+            parts = {"": unpacked[name]}
+        stored |= {hub.removesuffix(".weight") + suffix if suffix else hub: part for suffix, part in parts.items()}
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    packed.mkdir()
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config, quantization = json.loads((plain / "config.json").read_text()), LAYOUTS["deepseek"].config
+    quantization = {**quantization, "scale_fmt": "ue8m0"}
+    (packed / "config.json").write_text(
+        json.dumps({**config, "expert_dtype": "fp4", "quantization_config": quantization})
+    )
+    assert_same_as(plain, packed, level=1, **{"quant.act": "none"})
 
 
 @pytest.mark.sampled(3)

@@ -46,6 +46,8 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
     if not isinstance(method, str) or method not in READERS:
         fault = f"{KEY}.quant_method={json.dumps(method)} is not supported (supported: {', '.join(READERS)})"
         raise UnsupportedError(f"{fault}; {UNPACKED}")
+    if method == "fp8" and hf.get("expert_dtype") is not None:  # next to it, as DeepSeek-V4 has it
+        config = {"expert_dtype": hf["expert_dtype"], **config}
     read = READERS[method](TypedConfig(config, names=names))
     if not reads_more(hf):
         return read
@@ -54,19 +56,23 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
 
 
 def read_fp8(config: TypedConfig) -> Quantization:
-    """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale)."""
+    """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale).
+
+    DeepSeek-V4's have both parts of a weight under the name of its module, and experts in MXFP4.
+    """
     config.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype",
                       "kv_cache_scheme", "export")  # fmt: skip
-    config.one_of("expert_dtype", "fp8", None)
+    experts = config.one_of("expert_dtype", "fp8", "fp4", None)
     config.one_of("fmt", "e4m3", "float8_e4m3fn", None)
     config.one_of("activation_scheme", "dynamic", "static", None)
     config.one_of("scale_fmt", "ue8m0", "float", None)
-    fmt = "ct_fp8[*, *]"
+    fmt, formats = "ct_fp8[*, *]", {"*.experts.*": "ds_mxfp4"} if experts == "fp4" else {}
     if config.values.get("weight_block_size") is not None:
-        fmt = f"fp8{config.block('weight_block_size')}"
+        is_by_module = any(name.endswith(".scale") for name in config.names) if config.names else experts is not None
+        fmt = f"{'ds_' * is_by_module}fp8{config.block('weight_block_size')}"
     elif any(name.endswith(".weight_scale_inv") for name in config.names):  # transformers writes these
         fmt = "fp8[*, *]"
-    return Quantization(fmt, config.patterns(*EXCEPTIONS), INPUTS + CACHE_SCALES)
+    return Quantization(fmt, config.patterns(*EXCEPTIONS), INPUTS + CACHE_SCALES, formats)
 
 
 def read_fbgemm_fp8(config: TypedConfig) -> Quantization:

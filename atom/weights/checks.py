@@ -16,7 +16,7 @@ import torch
 from atom.checkpoint import Checkpoint, StoredTensor
 from atom.config import ModelConfig
 from atom.config.stored_names import numbered
-from atom.dtypes import FLOAT_DTYPES
+from atom.dtypes import BYTES, FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Graph, Recipe, Type
 from atom.graph.formats import block_of, parse_format
@@ -42,6 +42,8 @@ def check_stored(recipes: Iterable[Recipe], stored: Mapping[str, StoredTensor]) 
         shape, dtype, blocks = stored[name].shape, stored[name].dtype, stored[name].blocks
         if type.dtype == "u8" and blocks is not None:
             shape, dtype = blocks, "u8"
+        if type.dtype == "u8" and dtype in BYTES:
+            dtype = "u8"
         if not _is_same_shape(shape, type):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
         if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):

@@ -174,7 +174,7 @@ def _stored(leaf: W, checkpoint: Checkpoint) -> Tensor:
         return torch.frombuffer(checkpoint.read_blocks(name), dtype=torch.uint8)
     if stored.dtype not in TORCH_DTYPES:
         raise UnsupportedError(f"tensor {name} is stored as {stored.dtype}, which atom cannot load yet")
-    data = checkpoint.read(name)
+    data, dtype = checkpoint.read(name), TORCH_DTYPES["u8" if leaf.type.dtype == "u8" else stored.dtype]
     if not data:
-        return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[stored.dtype]).view(stored.shape)
+        return torch.empty(stored.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(stored.shape)

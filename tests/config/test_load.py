@@ -432,6 +432,9 @@ def test_modules_may_have_formats_of_their_own(write: Write):
     assert read(quant_method="quark", global_quant_config=whole, layer_quant_config=layers, exclude=["lm_head"]) == (
         "quark_mxfp4", ["lm_head", "*gate"], {"*self_attn*": "ct_fp8[*, *]"},
     )  # fmt: skip
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    assert read(**blocks) == ("fp8[128, 128]", [], {})
+    assert read(**blocks, expert_dtype="fp4") == ("ds_fp8[128, 128]", [], {"*.experts.*": "ds_mxfp4"})
 
 
 @pytest.mark.parametrize(

@@ -557,6 +557,13 @@ FORMS = {
         fields={"first_k_dense_replace": 1, "expert_hidden_dim": 24, "rope_theta": 11158840.0},
         without=("mlp_layer_types", "moe_intermediate_size", "rope_parameters"),
     ),
+    "deepseek_v4": HubForm(
+        "vllm/models/deepseek_v4/amd/model.py; deepseek-ai/DeepSeek-V4-Flash",
+        fields={"num_hash_layers": 1, "compress_ratios": [0, 0, 0, 0], "rope_theta": 10000.0, "qk_rope_head_dim": 8, "expert_dtype": "fp4",
+                "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}},
+        without=("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
+        names={r"^model\.embed_tokens\.": "embed.", r"^model\.hc_head\.hc_": "hc_head_", r"^model\.": "", r"\.attn\.norm\.": ".attn.kv_norm."},
+    ),
     "granite_4_dense": HubForm(
         f"{VLLM}/granitemoehybrid.py; ibm-granite/granite-4.0-1b",
         variant="granitemoehybrid_stacked",
@@ -825,6 +832,7 @@ UNDER_OTHER_NAMES = [
     "axk1",
     "beam",
     "cohere2_moe",
+    "deepseek_v4",
     "dory",
     "flint",
     "hrm_text",

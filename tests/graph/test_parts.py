@@ -158,7 +158,7 @@ def test_slices_at_all_offsets_are_those_of_what_is_unpacked(recipe: Recipe):
 
 OTHERS = ("fp8[16, 32]", "fp8[1, *]", "ct_fp8[*, *]", "ct_int8[1, *]", "ct_packed_int8[1, *]", "ct_packed_int4[1, 8]", "ct_packed_int4z[1, 8]",
           "awq_int4[1, 32]", "gptq_int4[1, 8]", "gptq_v2_int8[1, *]", "gptq_int4_ordered[1, 8]", "ct_packed_int4z_ordered[1, 8]",
-          "ct_mxfp4", "quark_mxfp4", "ct_nvfp4", "modelopt_nvfp4")  # fmt: skip
+          "ct_mxfp4", "quark_mxfp4", "ds_mxfp4", "ds_fp8[16, 32]", "ct_nvfp4", "modelopt_nvfp4")  # fmt: skip
 
 
 @pytest.mark.sampled(36)

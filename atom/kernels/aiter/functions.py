@@ -25,7 +25,7 @@ from atom.errors import UnsupportedError
 PACKAGE = "amd-aiter"
 MISSING = f"{PACKAGE} is not installed"
 # formats whose bytes hold neighbouring columns, the first in the lower half
-MXFP4 = ("mxfp4", "ct_mxfp4", "quark_mxfp4")
+MXFP4 = ("mxfp4", "ct_mxfp4", "ds_mxfp4", "quark_mxfp4")
 
 
 class Function(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from kinds import full_kind, window_kind
+from kinds import every_kind, full_kind, window_kind
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
@@ -149,6 +149,11 @@ def test_the_bytes_are_divided_among_the_kinds():
     assert plan_host_blocks(kinds, 64 * 10 + 63) == {"full": 10, "window_4": 10}
     with pytest.raises(CapacityError, match=r"serve.swap_space=127 is less than two blocks of KV: raise it to 128"):
         plan_host_blocks(kinds, 127)
+
+
+def test_kinds_hold_equally_many_tokens_on_the_host():
+    kinds = [full_kind(3, 16), every_kind(4, 1, 16), every_kind(64, 2, 16)]  # 48, 16 and, for 4 blocks, 128 bytes
+    assert plan_host_blocks(kinds, 10 * 384 + 383) == {"full": 40, "every_4": 40, "every_64": 10}
 
 
 def test_without_prefixes_nothing_would_be_found_again(checkpoints: Any):

@@ -49,7 +49,8 @@ def key(number: int) -> bytes:
 def read(files: KVFiles, num_blocks: int) -> list[int]:
     """The first bytes of the blocks that are there of a prompt, from its beginning."""
     content = b"".join(b"%04d" % number for number in range(num_blocks))
-    files.fetch(Fetch(b"root", content, 4, lambda num: {"full": 0}, {"full"}, 0, None, time.perf_counter() + 60))  # type: ignore[arg-type]
+    needs = lambda num: {"full": range(num)}  # noqa: E731
+    files.fetch(Fetch(b"root", content, 4, needs, {"full"}, 0, None, time.perf_counter() + 60))  # type: ignore[arg-type]
     files.wait(10)
     (fetch,) = files.take_fetched()
     return [int(each["full"][0]) for each in fetch.blocks if each]
@@ -147,8 +148,8 @@ def test_blocks_that_a_window_has_left_keep_their_places(files: KVFiles):
     files.flush(60)
     content = b"".join(b"%04d" % number for number in range(4))
 
-    def needs(num_blocks: int) -> dict[str, int]:
-        return {"full": max(num_blocks - 2, 0)}
+    def needs(num_blocks: int) -> dict[str, range]:
+        return {"full": range(max(num_blocks - 2, 0), num_blocks)}
 
     files.fetch(Fetch(b"root", content, 4, needs, (), 0, None, time.perf_counter() + 600))  # type: ignore[arg-type]
     files.wait(60)

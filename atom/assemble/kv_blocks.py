@@ -9,7 +9,7 @@ import msgspec
 
 from atom.config import ServeConfig
 from atom.config.limits import EngineLimits
-from atom.errors import CapacityError
+from atom.errors import CapacityError, ConfigError
 from atom.graph import Graph
 from atom.runtime.kv.host_blocks import plan_host_blocks
 from atom.runtime.kv.plan import fit_slots, plan_memory
@@ -17,12 +17,18 @@ from atom.runtime.types import StateKind
 
 
 def state_kinds(graph: Graph, block_size: int) -> list[StateKind]:
-    """The state kinds of the graph's layers."""
+    """The state kinds of the graph's layers; ConfigError if an entry of one and a block are not multiples."""
     found: dict[str, StateKind] = {}
     for state in graph.states():
-        known = found.get(state.kind)
-        size = state.block(block_size).num_bytes + (known.block_bytes if known else 0)
-        found[state.kind] = StateKind(state.kind, state.rule, size, block_size)
+        known, every = found.get(state.kind), state.rule.entry_tokens
+        if block_size % every and every % block_size:
+            raise ConfigError(
+                f"serve.block_size={block_size} is neither a multiple nor a divisor of the {every} tokens that have an "
+                f"entry of {state.name} together: set another serve.block_size, such as 16 or {every}"
+            )
+        size, stride = state.block(block_size).num_bytes, state.stride(block_size)
+        size += known.block_bytes if known else 0
+        found[state.kind] = StateKind(state.kind, state.rule, size, block_size * stride, stride)
     return list(found.values())
 
 

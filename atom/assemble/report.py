@@ -66,7 +66,7 @@ def _describe_pool(
     paged = [kind for kind in kinds if not kind.rule.in_slot]
     parts = []
     if paged:
-        num_tokens = (max(num_blocks[kind.name] for kind in paged) - 1) * block_size
+        num_tokens = max((num_blocks[kind.name] - 1) * kind.stride for kind in paged) * block_size
         num_requests = min((num_blocks[kind.name] - 1) // kind.blocks(length, min(step, length)) for kind in paged)
         parts.append(f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len")
     for kind in kinds:

@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 from atom.graph import formats
 from atom.graph.formats import FormatError
 from atom.graph.types import Type, need
-from atom.state_rules import LatestRule, StateRule, TokenRule, WindowRule
+from atom.state_rules import EveryRule, LatestRule, StateRule, TokenRule, WindowRule
 
 
 @dataclass(frozen=True)
@@ -500,24 +500,37 @@ class State(ABC):
         """States of one kind share a pool's block numbers, and a block table."""
         return self.rule.name
 
+    def stride(self, block_size: int) -> int:
+        """Blocks of `block_size` tokens for each block of this state: several if an entry is of more tokens."""
+        size = self.rule.entry_tokens
+        whole = block_size % size == 0 or size % block_size == 0
+        need(whole, f"{self.name}: a block of {block_size} tokens is neither a multiple nor a divisor of {size}")
+        return max(size // block_size, 1)
+
     def block(self, block_size: int) -> Type:
-        """The type of a block: the entries of `block_size` tokens, or a copy of the only one after them."""
-        return self.type if self.rule.in_slot else replace(self.type, shape=(block_size, *self.type.shape))
+        """The type of a block: the entries of `stride` blocks of tokens, or a copy of the only one after them."""
+        num_entries = block_size * self.stride(block_size) // self.rule.entry_tokens
+        return self.type if self.rule.in_slot else replace(self.type, shape=(num_entries, *self.type.shape))
 
 
 @dataclass(frozen=True)
 class KV(State):
-    """The KV cache of one layer, with an entry for each token."""
+    """The KV cache of one layer, with an entry for each token, or each few."""
 
     window: int | None = None  # tokens that a query sees, itself included; None: all
+    every: int | None = None  # tokens that have an entry together; None: each has its own
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None:
-            _need_count(f"{self.name}: window", self.window)
+        for name, value in (("window", self.window), ("every", self.every)):
+            if value is not None:
+                _need_count(f"{self.name}: {name}", value)
+        need(self.window is None or self.every is None, f"{self.name}: only entries of single tokens have a window")
 
     @property
     def rule(self) -> StateRule:
+        if self.every is not None:
+            return EveryRule(self.every)
         return TokenRule() if self.window is None else WindowRule(self.window)
 
 

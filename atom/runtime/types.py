@@ -37,6 +37,7 @@ class StateKind:
     rule: StateRule
     block_bytes: int  # over all layers of this kind
     block_tokens: int  # whose entries are in a block
+    stride: int = 1  # entries of a table, one for each block of tokens, of which the last one is a block and others 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,9 +53,16 @@ class StateKind:
         """
         if self.rule.in_slot:
             return 0
+        whole = -(-num_tokens // self.block_tokens)
+        if self.rule.keeps_all:
+            return whole
         span = self.rule.num_read(max(num_tokens - step, 0), num_tokens)  # tokens, wherever blocks begin
         kept = (span - 2) // self.block_tokens + 2 + 1  # and the block that `KVCache.commit` keeps for siblings
-        return min(-(-num_tokens // self.block_tokens), kept)
+        return min(whole, kept)
+
+    def places(self, start: int, stop: int) -> range:
+        """Those of the entries start to stop of a table that are blocks."""
+        return range(start + (-start - 1) % self.stride, stop, self.stride)
 
     def first_visible(self, query: int) -> int:
         """The index of the first block that a query at this position reads."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 from kinds import full_kind, window_kind
@@ -10,9 +13,9 @@ from atom.assemble.kv_blocks import kinds_of_all, min_blocks, plan_host, plan_kv
 from atom.config import ServeConfig
 from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
-from atom.graph import parse
+from atom.graph import KV, Type, parse
 from atom.runtime.types import StateKind
-from atom.state_rules import TokenRule, WindowRule
+from atom.state_rules import EveryRule, TokenRule, WindowRule
 
 FULL, WINDOW = full_kind(8), window_kind(6, 24, name="window_6")
 LIMITS = EngineLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
@@ -45,6 +48,19 @@ def body(q: fp32[T, 2, 4], r: fp32[T, 2, 2], latent: fp32[T, 6], k: fp32[T, 1, 2
     return b
 """
     assert state_kinds(parse(text), 16) == [StateKind("full", TokenRule(), 16 * (8 + 2 * 4) * 4, 16)]
+
+
+def test_entries_of_several_tokens_are_a_kind_whose_blocks_have_as_many_as_are_whole():
+    states = [KV("layers.0", Type("fp32", (4,)), every=4), KV("layers.1", Type("fp32", (4,)), every=128)]
+    graph: Any = SimpleNamespace(states=lambda: states)
+    size = 4 * 4
+    assert state_kinds(graph, 16) == [
+        StateKind("every_4", EveryRule(4), 4 * size, 16),
+        StateKind("every_128", EveryRule(128), size, 128, 8),
+    ]
+    assert state_kinds(graph, 256)[1] == StateKind("every_128", EveryRule(128), 2 * size, 256)
+    with pytest.raises(ConfigError, match=r"serve\.block_size=24 is neither .* of the 128 tokens .* of layers\.1 tog"):
+        state_kinds(graph, 24)
 
 
 def test_kinds_of_stages_are_listed_once():

@@ -135,6 +135,8 @@ def test_a_recipe_is_shown_and_read_back(recipe: Recipe, text: str):
         ),
         (lambda: Transpose(MXFP4, -3), "has blocks in its last dims"),
         (lambda: KV("0", Type("bf16", (2, 1, 4), "fp8")), "0: a cache is stored plain, not as fp8"),
+        (lambda: KV("0", Type("bf16", (8,)), 4, 4), "0: only entries of single tokens have a window"),
+        (lambda: KV("0", Type("bf16", (8,)), every=12).block(8), "8 tokens is neither a multiple nor a divisor of 12"),
         (lambda: RopeFreqs(4, 1e4, "yarn", 2.0), "kind yarn needs an original_max_position from 1, not None"),
     ],
 )
@@ -356,3 +358,11 @@ def test_mxfp4_is_unpacked_as_transformers_does(dtype: torch.dtype):
     assert torch.equal(ours.signbit(), theirs.signbit()) and (ours.signbit() & (ours == 0)).any()
     assert ours[0, 0, 1 * 32 + 2] != 0, "the smallest numbers are not lost"
     assert ours[0, 254].isinf().any() and ours[0, 253].abs().max() == 6 * 2.0**126
+
+
+def test_a_block_has_the_entries_of_its_tokens_or_one_of_more_tokens():
+    entry = Type("bf16", (8,))
+    assert KV("0", entry).block(16).shape == (16, 8)
+    assert KV("0", entry, every=4).block(16).shape == (4, 8)
+    assert KV("0", entry, every=128).block(16).shape == (1, 8)
+    assert [KV("0", entry, every=every).stride(16) for every in (4, 16, 128)] == [1, 1, 8]

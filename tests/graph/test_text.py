@@ -123,6 +123,8 @@ def f(x: bf16[T, 8], w: bf16[4, 8, "int8[1, *]"]):
         ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="factors"))', "rope_freqs: kind factors needs a list of 2 numbers"),
         ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="proportional", partial=0))', "rope_freqs: partial=0 is no share"),
         ('y = attention(x, x, x, KV("0", bf16[2, 1, 8], window=0), scale=1.0)', "0: window=0 is no whole number from 1"),
+        ('y = attention(x, x, x, KV("0", bf16[2, 1, 8], every=0), scale=1.0)', "0: every=0 is no whole number from 1"),
+        ('y = attention(x, x, x, KV("0", bf16[2, 1, 8], every=4), scale=1.0)', "the cache keeps an entry for 4 tokens"),
         ("y, z = split(x, sizes=8)", "sizes=8 is no list of whole numbers from 1"),
         ("y, z = split(x, sizes=[-1, 9])", "sizes=(-1, 9) is no list of whole numbers from 1"),
         ("y = split_heads(x, heads=0)", "0 is no number of parts from 1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kinds import full_kind, window_kind
+from kinds import every_kind, full_kind, window_kind
 
 
 def test_a_full_kind_needs_each_block_from_the_first_one_on():
@@ -27,3 +27,12 @@ def test_a_window_kind_holds_a_window_a_step_and_a_block_for_siblings():
     assert [kind.blocks(num_tokens) for num_tokens in (4, 8, 12, 100)] == [1, 2, 3, 3]
     assert kind.blocks(100, step=8) == 5, "12 tokens lie in up to 4 blocks"
     assert kind.blocks(12, step=40) == 3, "no more than it has tokens"
+
+
+def test_entries_of_several_tokens_lie_in_each_block_or_in_the_last_of_several():
+    small, large = every_kind(2), every_kind(12)
+    assert [small.blocks(num_tokens) for num_tokens in (0, 1, 4, 5, 100)] == [0, 1, 1, 2, 25]
+    assert [*small.places(1, 4)] == [1, 2, 3]
+    assert large.blocks(100) == 9
+    assert [[*large.places(*span)] for span in ((0, 2), (0, 3), (2, 9), (3, 9))] == [[], [2], [2, 5, 8], [5, 8]]
+    assert all(kind.is_usable(0, 12) for kind in (small, large))

@@ -146,6 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
 
 
 def need_window(cache: KV, window: int | None, chunked: bool) -> None:
+    need(cache.every is None, f"the cache keeps an entry for {cache.every} tokens, not for each")
     need(not chunked or window is not None, "chunks have the size of the window, which is none")
     need(cache.window is None or (window is not None and window <= cache.window),
           f"a query sees {window or 'all'} tokens, the cache keeps {cache.window}")  # fmt: skip

@@ -81,6 +81,7 @@ def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, k_scale: Type | N
     """The type of latent attention's result [T, N, U]."""
     need_scales(cache, k_scale)
     need_selected(selected, q_nope)
+    need(cache.every is None, f"the cache keeps an entry for {cache.every} tokens, not for each")
     need(cache.window is None, f"latent attention has no window, the cache keeps {cache.window} tokens")
     (tokens, heads, plain), rank = q_nope.shape, int(kv_b.shape[1])
     need(q_rope.shape[:2] == (tokens, heads), f"q without position is {q_nope}, rotated {q_rope}")

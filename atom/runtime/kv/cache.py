@@ -13,7 +13,8 @@ that is taken next.
 Each state kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none;
 of recurrent state, which is in the sequence's slot, a copy of it after these positions. A step copies the state of its
 rows to such blocks, where `chunk_end` and `allocate` want them, and a sequence that begins with a cached prefix has its
-state copied to its slot.
+state copied to its slot. If an entry is of more tokens than a block, the last block of these tokens has it, and others
+have none (`StateKind.places`).
 
 A prompt's blocks are prefixes for others as soon as a step that computes them is planned:
 
@@ -222,7 +223,8 @@ class KVCache:
     def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
         """Whether a sequence fits now and leaves `spare` blocks. num_shared: of its tokens, those in shared blocks"""
         needs = ((pool, pool.kind.blocks(num_tokens)) for pool in self._paged)
-        return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
+        shared = num_shared // self.block_size
+        return all(pool.num_free - spare >= needed - len(pool.kind.places(0, shared)) for pool, needed in needs)
 
     def can_ever_fit(self, num_tokens: int, step: int = 1) -> bool:
         """Whether a sequence of that many tokens fits if it is the only one. step: tokens that it may need at a time"""
@@ -278,7 +280,8 @@ class KVCache:
 
     def num_loading(self, sequence: Sequence) -> int:
         """The number of the sequence's tokens that are loaded with later plans."""
-        return max(map(len, self._loads.get(sequence, {}).values()), default=0) * self.block_size
+        loads = self._loads.get(sequence, {})
+        return max((len(loads.get(pool.name, [])) * pool.kind.block_tokens for pool in self.pools), default=0)
 
     def drain_copies(self, planned: Mapping[Sequence, int]) -> BlockCopies | None:
         """Return the copies for the next plan, and forget them here; None if there are none.
@@ -312,7 +315,7 @@ class KVCache:
             return
         content, path = self._find_path(sequence)
         first = self._count_hit(path, on_host=True)
-        num_max = min(pool.num_blocks - 1 for pool in self.host_pools.values())
+        num_max = min((pool.num_blocks - 1) * pool.kind.stride for pool in self.host_pools.values())
         content = content[first * self._width : (first + num_max) * self._width]
         if not content:
             return
@@ -321,9 +324,13 @@ class KVCache:
         if self.costs is not None:  # no longer than it takes to compute them
             seconds = self.costs.compute_token_seconds * (len(content) // TOKEN_BYTES)
 
-        def needs(num_blocks: int) -> dict[str, int]:
-            query = (first + num_blocks) * self.block_size
-            return {pool.name: max(pool.kind.first_visible(query) - first, 0) for pool in self.pools}
+        def needs(num_blocks: int) -> dict[str, range]:
+            stop, found = first + num_blocks, {}
+            for pool in self.pools:
+                visible = pool.kind.first_visible(stop * self.block_size)
+                places = pool.kind.places(max(visible, first), stop)
+                found[pool.name] = range(places.start - first, num_blocks, places.step)
+            return found
 
         whole = [pool.name for pool in self.pools if pool.keeps_all]
         fetch = Fetch(key, content, self._width, needs, whole, first, sequence, time.perf_counter() + seconds)
@@ -410,9 +417,12 @@ class KVCache:
         known = max(num_tokens, sequence.num_tokens)
         for pool in self._paged:
             goal = known if pool.keeps_all else num_tokens
-            room = len(sequence.blocks.setdefault(pool.name, [])) * self.block_size
+            num_blocks = len(sequence.blocks.setdefault(pool.name, []))
+            room = num_blocks * self.block_size
             if room < goal:
-                room += max(pool.num_free - spare, 0) * self.block_size
+                stride = pool.kind.stride
+                room = (num_blocks // stride + max(pool.num_free - spare, 0) + 1) * stride - 1
+                room *= self.block_size
                 if room < goal and pool.keeps_all:
                     return 0
                 num_tokens = min(num_tokens, room)
@@ -421,8 +431,8 @@ class KVCache:
         for pool in self._paged:
             goal = known if pool.keeps_all else num_tokens
             table = sequence.blocks[pool.name]
-            while len(table) * self.block_size < goal:
-                table.append(pool.take())
+            own = pool.kind.places(len(table), -(-goal // self.block_size))
+            table.extend(pool.take() if index in own else 0 for index in range(len(table), own.stop))
         for pool in self._recurrent:
             table = sequence.blocks.setdefault(pool.name, [])
             last = num_tokens // self.block_size - 1
@@ -563,13 +573,13 @@ class KVCache:
 
         for pool in pools:
             if pool.keeps_all:
-                num_hit = next((index for index in range(num_hit) if not has(pool, index)), num_hit)
+                num_hit = next((index for index in pool.kind.places(0, num_hit) if not has(pool, index)), num_hit)
         others = [pool for pool in pools if not pool.keeps_all]
 
         def find_missing(pool: BlockPool) -> int:
             """The last block that a query after `num_hit` blocks sees and that is not there; -1: there is none."""
-            seen = range(num_hit - 1, pool.kind.first_visible(num_hit * self.block_size) - 1, -1)
-            return next((index for index in seen if not has(pool, index)), -1)
+            seen = pool.kind.places(pool.kind.first_visible(num_hit * self.block_size), num_hit)
+            return next((index for index in reversed(seen) if not has(pool, index)), -1)
 
         while num_hit and (missing := max(map(find_missing, others), default=-1)) >= 0:
             num_hit = missing  # any longer beginning sees that block, too
@@ -578,7 +588,8 @@ class KVCache:
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:
         """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
         query, blocks = len(path) * self.block_size, path[at].blocks
-        return any(pool.name not in blocks and at >= pool.kind.first_visible(query) for pool in self.pools)
+        seen = ((pool, pool.kind.places(pool.kind.first_visible(query), len(path))) for pool in self.pools)
+        return any(pool.name not in blocks and at in places for pool, places in seen)
 
     def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
         """Whether loading a path leaves `spare` free blocks; kinds that keep all need room for all tokens."""
@@ -588,7 +599,7 @@ class KVCache:
             num_blocks = -(-sequence.num_tokens // self.block_size) if pool.keeps_all else len(path)
             num_idle = sum(not pool.num_holders[block] for block in shared)
             num_kept = 0 if pool.kind.rule.in_slot else spare  # running sequences can do without copies of their state
-            if num_blocks - first - len(shared) > pool.num_free - num_idle - num_kept:
+            if len(pool.kind.places(first, num_blocks)) - len(shared) > pool.num_free - num_idle - num_kept:
                 return False
         return True
 
@@ -598,7 +609,8 @@ class KVCache:
         for pool in self.pools:
             if (host := pool.host) is not None:
                 first = pool.kind.first_visible(len(path) * self.block_size)
-                missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
+                table = sequence.blocks[pool.name]
+                missing = [at for at in pool.kind.places(first, len(path)) if not table[at]]
                 loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
         for pool in self.pools:
             table, pairs = sequence.blocks[pool.name], loads[pool.name]

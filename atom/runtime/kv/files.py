@@ -63,7 +63,7 @@ class Fetch:
     key: bytes  # of the salt and tokens before `content`
     content: bytes  # tokens, `width` bytes for each block
     width: int
-    needs: Callable[[int], Mapping[str, int]]  # number of blocks -> by state kind, the first of them that is needed
+    needs: Callable[[int], Mapping[str, range]]  # number of blocks -> by state kind, those of them that are needed
     whole: Collection[str]  # kinds that need all blocks, whatever their number
     first: int  # blocks of the sequence before `content`
     sequence: Sequence
@@ -200,10 +200,11 @@ class KVFiles:
 
     def _read_all(self, fetch: Fetch) -> list[bytes]:
         """Read the blocks of a prompt until one is missing or time is up; the keys after one that cannot be read."""
-        keys, key = list[bytes](), fetch.key
-        for start in range(0, len(fetch.content), fetch.width):
+        keys, key, num_max = list[bytes](), fetch.key, len(fetch.content) // fetch.width
+        whole = [(kind, places) for kind, places in fetch.needs(num_max).items() if kind in fetch.whole]
+        for place, start in enumerate(range(0, len(fetch.content), fetch.width)):
             key = chain(key, fetch.content[start : start + fetch.width])
-            if not all(self.has(key, kind) for kind in fetch.whole):
+            if not all(self.has(key, kind) for kind, places in whole if place in places):
                 break
             keys.append(key)
         while keys and not self._has_needed(fetch, keys):
@@ -212,7 +213,7 @@ class KVFiles:
         for place, key in enumerate(keys):
             if fetch.is_late:
                 break
-            rows = {kind: self._read(key, kind) for kind, first in needs.items() if place >= first}
+            rows = {kind: self._read(key, kind) for kind, places in needs.items() if place in places}
             found = {kind: row for kind, row in rows.items() if row is not None}
             fetch.blocks.append(found)
             used += [self._path(key, kind) for kind in found]
@@ -228,8 +229,8 @@ class KVFiles:
     def _has_needed(self, fetch: Fetch, keys: list[bytes]) -> bool:
         """Whether there are files of the blocks that a sequence needs after this prefix, besides those of all kinds."""
         needs = fetch.needs(len(keys)).items()
-        some = ((kind, first) for kind, first in needs if kind not in fetch.whole)
-        return all(self.has(key, kind) for kind, first in some for key in reversed(keys[first:]))
+        some = ((kind, places) for kind, places in needs if kind not in fetch.whole)
+        return all(self.has(keys[place], kind) for kind, places in some for place in reversed(places))
 
     def _read(self, key: bytes, kind: str) -> Tensor | None:
         path, size = self._path(key, kind), self._sizes[kind]

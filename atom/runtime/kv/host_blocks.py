@@ -40,16 +40,19 @@ Pairs = Sequence[tuple[int, int]]
 def plan_host_blocks(kinds: Sequence[StateKind], memory_bytes: int) -> dict[str, int]:
     """The number of blocks that fit in host memory, including block 0; CapacityError if none.
 
-    It is equal for all kinds, but copies of recurrent state share the memory with the others.
+    They hold equally many tokens of all kinds, but copies of recurrent state share the memory with the others.
     """
+    stride = max((kind.stride for kind in kinds), default=1)  # blocks of tokens for one of the kind with the fewest
+    num_blocks = {kind.name: stride // kind.stride for kind in kinds}
     sizes = {
-        in_slot: sum(kind.block_bytes for kind in kinds if kind.rule.in_slot == in_slot) for in_slot in (False, True)
+        in_slot: sum(num_blocks[kind.name] * kind.block_bytes for kind in kinds if kind.rule.in_slot == in_slot)
+        for in_slot in (False, True)
     }
     num_shares = sum(size > 0 for size in sizes.values())
     needed = 2 * num_shares * max(sizes.values())
     if memory_bytes < needed:
         raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {needed}")
-    return {kind.name: memory_bytes // num_shares // sizes[kind.rule.in_slot] for kind in kinds}
+    return {kind.name: memory_bytes // num_shares // sizes[kind.rule.in_slot] * num_blocks[kind.name] for kind in kinds}
 
 
 class HostBlocks:
@@ -226,11 +229,13 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
 
 def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
     """Time loads of one block and of many, and a prompt of num_tokens. All of them write only to block 0."""
-    max_blocks = min(num_tokens // model.block_size, *host.num_blocks.values())
+    strides = {state.kind: state.stride(model.block_size) for state in model.graph.states()}
+    num_held = {kind: num * strides.get(kind, 1) for kind, num in host.num_blocks.items()}  # blocks of tokens
+    max_blocks = min(num_tokens // model.block_size, *num_held.values())
 
     def load(count: int) -> None:
-        pairs = [(0, row) for row in range(count)]
-        host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), awaits_loads=True))
+        pairs = {kind: [(0, row) for row in range(-(-count // strides.get(kind, 1)))] for kind in num_held}
+        host.copy(BlockCopies(loads=pairs, awaits_loads=True))
 
     def compute() -> None:
         computed = model.mix(shape, model.send(packed))

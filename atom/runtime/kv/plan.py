@@ -137,11 +137,12 @@ def plan_blocks(
     }
 
     def equal(count: int) -> dict[str, int]:
-        return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
+        return {kind.name: 1 + min(-(-count // kind.stride), useful.get(kind.name, count)) for kind in kinds}
 
     minimum = one_sequence(kinds, block_size, limits)
     if num_blocks is not None:
-        plan_of_blocks, needed = equal(num_blocks), max(minimum.values(), default=1) - 1
+        plan_of_blocks = equal(num_blocks)
+        needed = max(((minimum[kind.name] - 1) * kind.stride for kind in kinds), default=0)
         if any(plan_of_blocks[name] < blocks for name, blocks in minimum.items()):
             raise ConfigError(
                 f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
@@ -166,5 +167,5 @@ def plan_blocks(
     def plan(count: int) -> dict[str, int]:
         return {name: max(blocks, minimum[name]) for name, blocks in equal(count).items()}
 
-    counts = range(memory_bytes // min((kind.block_bytes for kind in kinds), default=1) + 1)
+    counts = range(max((memory_bytes * kind.stride // kind.block_bytes for kind in kinds), default=memory_bytes) + 1)
     return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)

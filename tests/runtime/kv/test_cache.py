@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kinds import full_kind, window_kind
+from kinds import every_kind, full_kind, window_kind
 
 from atom.runtime.kv import prefix_cache
 from atom.runtime.kv.cache import KVCache
@@ -418,6 +418,71 @@ def test_a_step_waits_for_the_saves_of_blocks_that_it_overwrites_and_for_no_othe
     cache.free(compute(cache, make([6] * 16)))  # and what is not
     copies = cache.drain_copies({})
     assert copies is not None and copies.saves and copies.awaits_saves
+
+
+def test_a_hit_may_end_amid_tokens_that_have_an_entry_together() -> None:
+    """Their inputs are those of a window, so nothing else is needed than the entries of the runs before."""
+    cache = make_cache(every_kind(2), every_kind(12), window_kind(12), num_blocks=30)
+    first = compute(cache, make(range(30)))
+    assert [bool(block) for block in first.blocks["every_12"]] == [False, False, True, False, False, True, False, False]
+    assert all(first.blocks["every_2"])
+    cache.free(first)
+    second = make([*range(18), *[7] * 14])
+    assert start(cache, second) == 16, "4 tokens after a run of 12"
+    compute(cache, second)
+    assert second.blocks["every_2"][:4] == first_blocks(cache, "every_2", range(16))
+    table = second.blocks["every_12"]
+    assert table[2:3] == first_blocks(cache, "every_12", range(12))[2:] and table[5], "its own entry of the second run"
+    third = make([*range(30), 7])
+    assert start(cache, third) == 28
+    assert third.blocks["every_12"][5] not in (0, table[5])
+
+
+def first_blocks(cache: KVCache, kind: str, tokens: SequenceOf[int]) -> list[int]:
+    """The blocks of a kind that are published of a prompt, 0 for none."""
+    prefix, blocks = cache.prefixes.find(None, b""), []
+    for index in range(len(tokens) // 4):
+        prefix = cache.prefixes.find(prefix, prefix_cache.pack(tokens[4 * index : 4 * index + 4]))
+        assert prefix
+        blocks.append(prefix.blocks.get(kind, 0))
+    return blocks
+
+
+def test_a_lost_entry_of_several_blocks_ends_a_hit_before_the_block_that_completes_it() -> None:
+    cache = make_cache(FULL, every_kind(12), num_blocks=30)
+    cache.free(compute(cache, make(range(40))))
+    pool = cache.pools[1]
+    pool.discard(first_blocks(cache, "every_12", range(24))[5])
+    assert start(cache, make(range(40))) == 20
+
+
+def test_entries_of_several_blocks_come_back_from_the_host_and_from_files(tmp_path: Path) -> None:
+    kinds = [every_kind(2), every_kind(12), window_kind(12)]
+    files = KVFiles(tmp_path / "kv", 1 << 20, {kind.name: kind.block_bytes for kind in kinds})
+
+    def make_one(num_blocks: int) -> KVCache:
+        sizes, host = (
+            {"every_2": num_blocks, "every_12": 1 + 3, "window": num_blocks},
+            {kind.name: 20 for kind in kinds},
+        )
+        return KVCache(kinds, sizes, 4, enable_prefix_caching=True, num_host_blocks=host, files=files)
+
+    cache = make_one(1 + 9)
+    cache.free(compute(cache, make(range(32))))
+    written = [
+        Block(key, kind, torch.zeros(files._sizes[kind], dtype=torch.uint8)) for kind, *_, key in cache.cached_blocks()
+    ]
+    cache.free(compute(cache, make([7] * 36)))  # takes all blocks
+    cache.drain_copies({})
+    sequence = make([*range(32), 9])
+    assert start(cache, sequence) == 32
+    copies = cache.drain_copies({sequence: 1})
+    assert copies is not None
+    assert {kind: len(pairs) for kind, pairs in copies.loads.items()} == {"every_2": 8, "every_12": 2, "window": 3}
+    files.write(written)
+    files.flush(60)
+    assert find_hits(make_one(20), [*range(32), 9], b"") == [32]
+    files.close()
 
 
 def test_no_two_saves_of_a_plan_have_the_same_block_of_the_host() -> None:

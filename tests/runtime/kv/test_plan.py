@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from kinds import full_kind, recurrent_kind, window_kind
+from kinds import every_kind, full_kind, recurrent_kind, window_kind
 
-from atom.errors import CapacityError
+from atom.errors import CapacityError, ConfigError
 from atom.runtime.kv.plan import fit_slots, plan_memory
 from atom.runtime.types import StateKind, StepLimits
 
@@ -30,6 +30,14 @@ def test_a_window_kind_gets_what_it_can_use_and_full_kinds_the_rest() -> None:
     assert plan([FULL, window], num_blocks=500) == {"full": 501, "window": most + 1}
     small = plan([FULL, window], memory_bytes=160 * 26)
     assert small == {"full": 26, "window": 26}
+
+
+def test_entries_of_several_blocks_of_tokens_take_their_part_of_the_memory() -> None:
+    kinds = [FULL, every_kind(2, 5), every_kind(16, 1)]  # 4 blocks of 40 and 20 bytes for one of 16
+    assert plan(kinds, memory_bytes=40 * 101 + 20 * 101 + 16 * 26) == {"full": 101, "every_2": 101, "every_16": 26}
+    assert plan(kinds, num_blocks=50) == {"full": 51, "every_2": 51, "every_16": 14}
+    with pytest.raises(ConfigError, match="takes 28 blocks of 4 tokens"):  # the last of which ends a run
+        plan([every_kind(16)], num_blocks=24)
 
 
 def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kinds import full_kind, in_blocks, window_kind
+from kinds import cells_of, every_kind, full_kind, in_blocks, window_kind
 
 from atom.errors import RequestError
 from atom.runtime.kv import prefix_cache
@@ -627,19 +627,21 @@ class World:
         rows = list(zip(plan.rows, tables, strict=True))
         for row, blocks in rows:
             for pool in self.scheduler.cache.pools:
-                for position, past in enumerate(_pasts(row)[row.start :], row.start):
-                    block = blocks[pool.name][position // size]
+                pasts = _pasts(row)
+                for position, index, place in cells_of(pool.kind, row.start, len(pasts), size):
+                    block = blocks[pool.name][index]
                     assert block, "a token has no block to be written to"
-                    cell = pool.name, block, position % size
+                    cell = pool.name, block, place
                     assert written.setdefault(cell, row.sequence) is row.sequence, "two rows write to a block"
-                    self.cells[cell] = past
+                    self.cells[cell] = pasts[position]
         for row, blocks in rows:
             for pool in self.scheduler.cache.pools:
                 first = 0 if pool.keeps_all else max(row.start - pool.kind.rule.window + 1, 0)
-                for position, past in enumerate(_pasts(row)[first:], first):
-                    cell = pool.name, blocks[pool.name][position // size], position % size
+                pasts = _pasts(row)
+                for position, index, place in cells_of(pool.kind, first, len(pasts), size):
+                    cell = pool.name, blocks[pool.name][index], place
                     is_other = written.get(cell, row.sequence) is not row.sequence
-                    assert (before if is_other and row.is_decode else self.cells).get(cell) == past
+                    assert (before if is_other and row.is_decode else self.cells).get(cell) == pasts[position]
                     chained |= is_other
         assert chained <= plan.is_chained, "a step whose rows read one another's KV may be run in parts"
         self.num_chained += chained
@@ -673,9 +675,9 @@ class World:
                     assert prefix.blocks[pool.name] == block
                     assert cache.prefixes.by_hash[prefix.key] is prefix
                     past = self._past(prefix)
-                    for place in range(size):
-                        tokens = past[1][: len(past[1]) - size + place + 1]
-                        assert self.cells[pool.name, block, place] == (past[0], tokens)
+                    end = len(past[1])
+                    for position, _, place in cells_of(pool.kind, end - size, end, size):
+                        assert self.cells[pool.name, block, place] == (past[0], past[1][: position + 1])
         users: Counter[int] = Counter()
         for prefix in cache.prefixes.by_hash.values():
             if prefix.parent:
@@ -719,7 +721,13 @@ def _pasts(row: ScheduledRequest) -> list[tuple[bytes, tuple[int, ...]]]:
     return [(row.sequence.salt, tuple(tokens[: position + 1])) for position in range(len(tokens))]
 
 
-KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL]]
+KINDS = [
+    [FULL],
+    [WINDOW],
+    [FULL, WINDOW],
+    [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL],
+    [WINDOW, every_kind(4), every_kind(8)],
+]
 
 
 def make_world(
@@ -807,7 +815,7 @@ TestServing = Serving.TestCase
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 9, 14, 14], strict=True)])
+@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 9, 14, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(kinds: list[StateKind], num_blocks: int, prefix: bool) -> None:
     chance = random.Random(1)
     world = make_world(kinds, num_blocks, block_size=2, prefix=prefix, max_num_seqs=6, budget=9, max_model_len=30)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kinds import full_kind, in_blocks, window_kind
+from kinds import cells_of, every_kind, full_kind, in_blocks, window_kind
 from runtime.test_engine import EOS, Letters
 
 from atom.errors import CapacityError, RequestError
@@ -48,7 +48,13 @@ from atom.sampling_params import SamplingParams
 
 FULL = full_kind()
 WINDOW = window_kind(5)
-KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL]]
+KINDS = [
+    [FULL],
+    [WINDOW],
+    [FULL, WINDOW],
+    [window_kind(1, name="w1"), window_kind(7, name="w7"), FULL],
+    [WINDOW, every_kind(4), every_kind(8)],
+]
 DEPTHS = (0, 1, 2, 3)
 NUM_SLOTS, WIDTH = 8, 100
 
@@ -122,6 +128,9 @@ class Device:
     fail: Callable[[Plan, StepInput | None], None] = lambda plan, step: None
 
     def __post_init__(self) -> None:
+        self.num_places = {  # of a block
+            pool.name: pool.kind.block_tokens // pool.kind.rule.entry_tokens for pool in self.cache.pools
+        }
         self.known: dict[int, list[int]] = {}  # by slot: the tokens that the device knows of its sequence
         self.num_given: dict[int, int] = {}  # by slot: those that the host gave
         self.tables = np.zeros((len(self.cache.pools), NUM_SLOTS + 1, WIDTH), np.int32)
@@ -150,7 +159,7 @@ class Device:
             for kind, blocks in pairs.items():
                 for block, row in blocks:
                     source, target = (block, row) if to is self.rows else (row, block)
-                    for place in range(self.cache.block_size):
+                    for place in range(self.num_places[kind]):
                         to[kind, target, place] = of[kind, source, place]
 
     def execute(self, sent: Sent) -> Started:
@@ -222,17 +231,18 @@ class Device:
         size, pasts = self.cache.block_size, [(sequence.salt, tuple(known[: place + 1])) for place in range(stop)]
         for pool in self.cache.pools:
             table = sequence.blocks[pool.name]
-            for place in range(row.start, stop):
-                block = table[place // size]
+            for position, index, place in cells_of(pool.kind, row.start, stop, size):
+                block = table[index]
                 assert block, "a token has no block to be written to"
                 for plan, named in self.pending:
                     for other, blocks in zip(plan.rows, named, strict=True):
                         assert other.sequence is sequence or block not in blocks[pool.name], "a step that runs names it"
                 for *_, pairs in self.late:
                     assert block not in dict(pairs.get(pool.name, [])), "a copy that runs reads it or writes there"
-                self.cells[pool.name, block, place % size] = pasts[place]
-            for place in range(0 if pool.keeps_all else max(row.start - pool.kind.rule.window + 1, 0), stop):
-                assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
+                self.cells[pool.name, block, place] = pasts[position]
+            first = 0 if pool.keeps_all else max(row.start - pool.kind.rule.window + 1, 0)
+            for position, index, place in cells_of(pool.kind, first, stop, size):
+                assert self.cells[pool.name, table[index], place] == pasts[position]
         if not row.samples:
             return None
         known.append(next_token(known[:stop], sequence.seed) if only is None else only)
@@ -651,7 +661,7 @@ TestServing = Serving.TestCase
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14], strict=True)])
+@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(
     kinds: list[StateKind], num_blocks: int, prefix: bool, depth: int
 ) -> None:
@@ -674,7 +684,7 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("loaded_bytes", [1, LOADED_BYTES])
-@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
+@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30, 30], strict=True)])
 def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
     kinds: list[StateKind], num_blocks: int, loaded_bytes: int, depth: int
 ) -> None:

@@ -40,6 +40,7 @@ class Batch(NamedTuple):
     query_len: int = 1
     slots: Tensor | None = None  # i32[S], where the recurrent state of each sequence is; None: no layer has such state
     prefixes: SharedPrefixes | None = None  # of the decodes; None: they are not grouped
+    block_size: int = 0  # tokens for each place in a table; 0: those of a block of any cache
 
     @property
     def num_single_query(self) -> int:

@@ -23,6 +23,10 @@ What an indexer chooses for the queries of a layer is chosen among the keys that
     s = index_topk(q, k, weights, KV("0", part="index"), …)    ->    q = write_index(q, k, KV("0", part="index"), batch)
                                                                      s = paged_index_topk(q, weights, KV(…), batch, …)
 
+What runs of tokens have together is pooled of what the step has of them and of what the cache keeps of earlier ones:
+
+    p = compress(kv, gate, W("bias"), KV("0", window=4, part="runs"))    ->    p = paged_compress(kv, …, KV(…), batch)
+
 Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
 becomes an input of the program. `lower_recurrent` lowers the ops with recurrent state.
 """
@@ -58,6 +62,9 @@ def lower_attention(graph: Graph) -> Graph:
         _lower_index(graph, chosen)
     for attention in graph.find(ops.mqa_attention):
         _lower_mqa(graph, attention)
+    for pooled in graph.find(ops.compress):
+        batch = graph.program_of(pooled).input("batch", BATCH)
+        graph.replace({pooled: graph.insert(pooled, ops.paged_compress, *pooled.args, batch, **pooled.kwargs)})
     return graph
 
 
@@ -110,7 +117,8 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
 def _lower_index(graph: Graph, chosen: Node) -> None:
     q, k, weights, cache = chosen.args
     batch = graph.program_of(chosen).input("batch", BATCH)
-    written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q")
+    every = {name: value for name, value in chosen.kwargs.items() if name == "every"}
+    written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q", **every)
     paged = graph.insert(chosen, ops.paged_index_topk, written, weights, cache, batch, **chosen.kwargs)
     graph.replace({chosen: paged})
 

@@ -64,6 +64,21 @@ def test_two_sets_of_keys_for_one_cache_are_refused():
         lower_attention(parse(twice))
 
 
+def test_runs_are_pooled_of_a_step_and_of_what_the_cache_keeps():
+    text = """\
+def body(q: fp32[T, 2, 4], weights: fp32[T, 2], kv: fp32[T, 8], gate: fp32[T, 8]):
+    k = compress(kv, gate, W("bias", fp32[4, 8]), KV("0", fp32[2, 8], window=8, part="runs"), overlaps=True)
+    chosen = index_topk(q, k, weights, KV("0", fp32[4], every=4, part="index"), top_k=2, every=4)
+    return chosen"""
+    lowered = """\
+def body(q: fp32[T, 2, 4], weights: fp32[T, 2], kv: fp32[T, 8], gate: fp32[T, 8], batch: Batch):
+    k = paged_compress(kv, gate, W("bias", fp32[4, 8]), KV("0", fp32[2, 8], part="runs", window=8), batch, overlaps=True)
+    index_q = write_index(q, k, KV("0", fp32[4], part="index", every=4), batch, every=4)
+    chosen = paged_index_topk(index_q, weights, KV("0", fp32[4], part="index", every=4), batch, top_k=2, every=4)
+    return chosen"""
+    assert text_of(lower_attention(parse(text))).strip() == lowered
+
+
 def test_a_rope_that_only_q_has_stays():
     lowered = text_of(lower_attention(parse(BEFORE.replace("k_2 = rope(k_1, cos, sin)", "k_2 = add(k_1, k_1)"))))
     assert "q_2 = rope(q_1, cos, sin)" in lowered

@@ -42,6 +42,7 @@ from atom.graph.ops.collective import (
     sum_moments,
     sum_squares,
 )  # fmt: skip
+from atom.graph.ops.compressed import compress, paged_compress
 from atom.graph.ops.dense import (
     ACTIVATIONS,
     activate,
@@ -116,7 +117,7 @@ __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
     "add_norm_linear", "add_norm_router", "add_rms_norm", "affine", "all_gather", "all_reduce", "attend",
     "attend_latent", "attention", "axis_tables", "causal_conv", "causal_mask", "clamp", "clip", "collect", "combine",
-    "deviations_of", "dispatch", "embedding", "ends_of_experts", "expand_lora", "experts", "fold_rows",
+    "compress", "deviations_of", "dispatch", "embedding", "ends_of_experts", "expand_lora", "experts", "fold_rows",
     "gated_activate", "gated_delta", "gated_delta_net", "gated_linear", "gather_tokens", "gaussian_topk", "group",
     "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "index_topk",
     "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_by_head", "local_tokens", "lora",
@@ -128,4 +129,10 @@ __all__ = [
     "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split", "split_heads", "ssd",
     "ssm_decay", "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step", "token_router",
     "weigh_inputs", "write_index", "write_mqa", "xielu",
+    "pad", "paged_attention", "paged_compress", "paged_index_topk", "paged_mla_attention", "paged_mqa_attention",
+    "pair_adapters", "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table",
+    "rms_norm", "rope", "rotary", "rotary_sections", "router", "row_shape", "run_batch", "scale", "scale_by_expert",
+    "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split",
+    "split_heads", "ssd", "ssm_decay", "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step",
+    "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
 ]  # fmt: skip

@@ -32,20 +32,21 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def _rotary(positions: Type, freqs: Type, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
-            offset: int = 0, power: bool = False) -> tuple[Type, Type]:  # fmt: skip
+            offset: int = 0, power: bool = False, every: int = 1) -> tuple[Type, Type]:  # fmt: skip
     made = Type("fp32", (*positions.shape, *freqs.shape))
     return made, made
 
 
 @op(_rotary)
 def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0, growth: float = 0.0, period: int = 1,
-           offset: int = 0, power: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+           offset: int = 0, power: bool = False, every: int = 1) -> tuple[Tensor, Tensor]:  # fmt: skip
     """positions i64[T], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale
 
     growth: and times 1 + growth * ln(1 + (position + offset) // period), as for queries of Llama 4 (Meta 2025).
     power: instead times (1 + (position + offset) / period) ** growth, as for queries of Beam (Reflection AI 2026).
+    every: angles of the position of the first token of each token's run of so many, see `compress`
     """
-    angles = positions.float().unsqueeze(-1) * freqs
+    angles = (positions // every * every).float().unsqueeze(-1) * freqs
     cos, sin = angles.cos() * scale, angles.sin() * scale
     if not growth:
         return cos, sin
@@ -104,6 +105,16 @@ def chosen_mask(selected: Tensor, num_keys: int) -> Tensor:
     chosen = selected.new_zeros(*selected.shape[:2], num_keys + 1, dtype=torch.bool)
     places = torch.where(selected < 0, num_keys, selected).long()
     return chosen.scatter_(2, places, True)[..., :num_keys]
+
+
+def runs_mask(num_queries: int, length: int, every: int, device: torch.device) -> Tensor:
+    """bool[num_queries, length // every], the last query at the last position; true of runs that have ended by then"""
+    ended = (torch.arange(length - num_queries, length, device=device) + 1) // every
+    return torch.arange(length // every, device=device) < ended.unsqueeze(1)
+
+
+def need_every(cache: KV, every: int) -> None:
+    need((cache.every or 1) == every, f"runs are of {every} tokens, the cache keeps an entry for {cache.every or 1}")
 
 
 def need_selected(selected: Type | None, q: Type) -> None:
@@ -257,12 +268,21 @@ def to_entry(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tens
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(dtype)
 
 
-def write_entries(cache: PagedCache, batch: Batch, entries: Tensor) -> None:
-    """Entries [T, …] in the cache's dtype, to the slots of the batch's tokens."""
+def write_entries(cache: PagedCache, batch: Batch, entries: Tensor, every: int = 1) -> None:
+    """Entries [T, …] in the cache's dtype, to the slots of the batch's tokens.
+
+    every: tokens that have an entry together, which is that of the last of them; what other tokens have is not kept
+    """
+    slots = batch.slot_mappings[cache.kind]
+    if every > 1:  # of tokens, while the cache has slots of entries
+        size = batch.block_size
+        block, place = slots // size, slots % size
+        at = block * cache.blocks.shape[1] + place // every
+        slots = torch.where((place + 1) % min(every, size) == 0, at, 0)  # block 0 is padding's
     blocks = cache.blocks.view(-1, *entries.shape[1:])
     if entries.dtype is torch.float8_e4m3fn:  # which torch cannot copy by index
         blocks, entries = blocks.view(torch.uint8), entries.view(torch.uint8)
-    blocks.index_copy_(0, batch.slot_mappings[cache.kind], entries)
+    blocks.index_copy_(0, slots, entries)
 
 
 def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, k_scale: Type | None = None,
@@ -306,12 +326,27 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
 
 def cached_entries(cache: PagedCache, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
     """Of each sequence that has queries: these, among the batch's tokens, and its entries in the cache."""
-    table = batch.tables[cache.kind]
+    for row, own in queried(batch):
+        yield own, entries_of(cache, batch, row)
+
+
+def queried(batch: Batch) -> Iterator[tuple[int, slice]]:
+    """The sequences that have queries, each by its row, and its queries among the batch's tokens."""
     for row, (first, last) in enumerate(itertools.pairwise(batch.starts.tolist())):
         if first < last:
-            length = int(batch.lengths[row])
-            blocks = table[row, : -(-length // cache.blocks.shape[1])]
-            stored = cache.blocks
-            if stored.dtype is torch.float8_e4m3fn:  # which not every torch can index on a CPU
-                stored = stored.view(torch.uint8)
-            yield slice(first, last), stored[blocks].view(cache.blocks.dtype).flatten(0, 1)[:length]
+            yield row, slice(first, last)
+
+
+def entries_of(cache: PagedCache, batch: Batch, row: int, first: int = 0, every: int = 1) -> Tensor:
+    """The entries of the sequence of a row in the cache, from number `first` on.
+
+    every: tokens that have an entry together. If these are more than a place in the table is for, the block with the
+      entry is at the place of the last of them
+    """
+    size, stop = cache.blocks.shape[1], int(batch.lengths[row]) // every
+    stride = max(every // batch.block_size, 1) if every > 1 else 1
+    blocks = batch.tables[cache.kind][row, stride - 1 :: stride][first // size : -(-stop // size)]
+    stored = cache.blocks
+    if stored.dtype is torch.float8_e4m3fn:  # which not every torch can index on a CPU
+        stored = stored.view(torch.uint8)
+    return stored[blocks].view(cache.blocks.dtype).flatten(0, 1)[first % size :][: max(stop - first, 0)]

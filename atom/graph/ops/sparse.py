@@ -7,7 +7,7 @@ An indexer scores the tokens before a query with few, small heads, and the query
     a = paged_mla_attention(q_nope, q_rope, W("kv_b"), KV("0", …), batch, None, selected, scale=…)
 
 What is selected is i32[T, G, k]: of each query, for each of G groups of heads, its entries in any order, and then -1.
-It is a value as any other, which later layers may read too.
+It is a value as any other, which later layers may read too. Entries are tokens, or runs of `every` tokens each.
 
 Shapes by letter: M heads of the indexer, D their dims, E of an entry: D, or in fp8 the D bytes of a key and those of
 its scale in float32.
@@ -20,7 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
-from atom.graph.ops.attention import FP8, FP8_MAX, cached_entries, causal_mask, need_batch, write_entries
+from atom.graph.ops.attention import (
+    FP8,
+    FP8_MAX,
+    entries_of,
+    need_batch,
+    need_every,
+    queried,
+    runs_mask,
+    write_entries,
+)
 from atom.graph.ops.base import LOWERED, SEMANTIC, op
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
@@ -65,14 +74,15 @@ def choose(scores: Tensor, top_k: int) -> Tensor:
     return F.pad(ids, (0, top_k - ids.shape[1]), value=-1).int()
 
 
-def _choose_last(q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """What the last Q of C positions choose: i32[Q, 1, top_k]"""
-    sees = causal_mask(len(q), len(k), None, q.device)
+def _choose_last(q: Tensor, k: Tensor, weights: Tensor, top_k: int, length: int, every: int) -> Tensor:
+    """What queries at the last Q of `length` positions choose of the entries k [C, D]: i32[Q, 1, top_k]"""
+    sees = runs_mask(len(q), length, every, q.device)
     return choose(index_scores(q, k, weights).masked_fill(~sees, float("-inf")), top_k).unsqueeze(1)
 
 
-def _chosen(q: Type, weights: Type, cache: KV, top_k: int) -> Type:
+def _chosen(q: Type, weights: Type, cache: KV, top_k: int, every: int) -> Type:
     """The type of what is selected."""
+    need_every(cache, every)
     tokens, heads, dim = q.shape
     need(weights.shape == (tokens, heads), f"the weights are {weights} for q {q}")
     need(cache.window is None, f"an indexer reads all tokens, the cache keeps {cache.window}")
@@ -82,50 +92,57 @@ def _chosen(q: Type, weights: Type, cache: KV, top_k: int) -> Type:
     return Type("i32", (tokens, 1, top_k))
 
 
-def _index_topk(q: Type, k: Type, weights: Type, cache: KV, *, top_k: int) -> Type:
+def _index_topk(q: Type, k: Type, weights: Type, cache: KV, *, top_k: int, every: int = 1) -> Type:
     need(k.shape == (q.shape[0], q.shape[2]), f"q is {q}, k {k}")
-    return _chosen(q, weights, cache, top_k)
+    return _chosen(q, weights, cache, top_k, every)
 
 
 @op(_index_topk, level=SEMANTIC)
-def index_topk(q: Tensor, k: Tensor, weights: Tensor, cache: PagedCache | None, *, top_k: int) -> Tensor:
+def index_topk(q: Tensor, k: Tensor, weights: Tensor, cache: PagedCache | None, *, top_k: int,
+               every: int = 1) -> Tensor:  # fmt: skip
     """The tokens up to its own that score best for each query; the T tokens are one whole sequence.
 
     q [T, M, D], k [T, D], weights [T, M] -> i32[T, 1, top_k]; a score is the sum over heads of weight * relu(q . k),
     of which no positive factor changes the choice. The cache, where a lowered graph keeps k, is not touched.
+
+    every: tokens of a run that is chosen as one, of which k has a row at the last token, see `compress`
     """
-    return _choose_last(q, k, weights, top_k)
+    return _choose_last(q, k[every - 1 :: every], weights, top_k, len(k), every)
 
 
-def _write_index(q: Type, k: Type, cache: KV, batch: BatchType) -> Type:
+def _write_index(q: Type, k: Type, cache: KV, batch: BatchType, *, every: int = 1) -> Type:
     need_batch(batch)
+    need_every(cache, every)
     entry = index_entry(cache.type.dtype, int(k.shape[-1]))
     need(cache.type == entry, f"the cache keeps {cache.type} of {k}, not {entry}")
     return q
 
 
 @op(_write_index, level=LOWERED, state=True)
-def write_index(q: Tensor, k: Tensor, cache: PagedCache, batch: Batch) -> Tensor:
+def write_index(q: Tensor, k: Tensor, cache: PagedCache, batch: Batch, *, every: int = 1) -> Tensor:
     """Write k to the cache, give q.
 
-    q [T, M, D], k [T, D], cache [blocks, block size, E] -> q [T, M, D]
+    q [T, M, D], k [T, D], of the last token of each run, cache [blocks, entries of a block, E] -> q [T, M, D]
     """
-    write_entries(cache, batch, to_index_entries(k, cache.blocks.dtype))
+    write_entries(cache, batch, to_index_entries(k, cache.blocks.dtype), every)
     return q
 
 
-def _paged_index_topk(q: Type, weights: Type, cache: KV, batch: BatchType, *, top_k: int) -> Type:
+def _paged_index_topk(q: Type, weights: Type, cache: KV, batch: BatchType, *, top_k: int, every: int = 1) -> Type:
     need_batch(batch)
-    return _chosen(q, weights, cache, top_k)
+    return _chosen(q, weights, cache, top_k, every)
 
 
 @op(_paged_index_topk, level=LOWERED)
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int) -> Tensor:
+def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+                     every: int = 1) -> Tensor:  # fmt: skip
     """`index_topk` of a batch's sequences over the blocks that their rows of the table list.
 
-    q [T, M, D], weights [T, M], cache [blocks, block size, E] -> i32[T, 1, top_k], positions in the sequence
+    q [T, M, D], weights [T, M], cache [blocks, entries of a block, E] -> i32[T, 1, top_k], positions in the sequence,
+    or numbers of runs
     """
     out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32, device=q.device)
-    for own, entries in cached_entries(cache, batch):
-        out[own] = _choose_last(q[own], from_index_entries(entries), weights[own], top_k)
+    for row, own in queried(batch):
+        keys = from_index_entries(entries_of(cache, batch, row, every=every))
+        out[own] = _choose_last(q[own], keys, weights[own], top_k, int(batch.lengths[row]), every)
     return out

@@ -6,24 +6,26 @@ import torch
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.graph.ops.attention import cached_entries
+from atom.graph.ops.attention import entries_of, queried
 from atom.graph.ops.sparse import choose, from_index_entries, index_scores
 
 SCORES_BYTES = 32 << 20  # of fp32 scores by head at once
 
 
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int) -> Tensor:
+def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+                     every: int = 1) -> Tensor:  # fmt: skip
     """The op of this name, some queries at a time."""
     out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32)
-    for own, entries in cached_entries(cache, batch):
-        keys, queries, weighs, chosen = from_index_entries(entries).float(), q[own], weights[own], out[own, 0]
-        first = len(keys) - len(queries)  # the position of the first query
-        at_once = max(1, SCORES_BYTES // (4 * q.shape[1] * len(keys)))
+    for row, own in queried(batch):
+        keys = from_index_entries(entries_of(cache, batch, row, every=every)).float()
+        queries, weighs, chosen = q[own], weights[own], out[own, 0]
+        first = int(batch.lengths[row]) - len(queries)  # the position of the first query
+        at_once = max(1, SCORES_BYTES // (4 * q.shape[1] * max(len(keys), 1)))
         for start in range(0, len(queries), at_once):
             some = slice(start, start + at_once)
             scores = index_scores(queries[some], keys, weighs[some])
-            ends = torch.arange(len(scores)) + first + start
-            scores.masked_fill_(torch.arange(len(keys)) > ends.unsqueeze(1), float("-inf"))
+            ended = (torch.arange(len(scores)) + first + start + 1) // every
+            scores.masked_fill_(torch.arange(len(keys)) >= ended.unsqueeze(1), float("-inf"))
             chosen[some] = choose(scores, top_k)
     return out
 

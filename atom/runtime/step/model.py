@@ -468,7 +468,15 @@ class Model:
         starts = self._starts[0][: num_rows + 1]
         slots = None if batch.slots is None else batch.slots[:num_rows]
         batches = (
-            Batch(tables, dict(zip(self.kinds, each.unbind(), strict=True)), starts, length, num_rows, slots=slots)
+            Batch(
+                tables,
+                dict(zip(self.kinds, each.unbind(), strict=True)),
+                starts,
+                length,
+                num_rows,
+                slots=slots,
+                block_size=self.block_size,
+            )
             for each, length in zip(mappings, lengths, strict=True)
         )
         return list(zip(positions, batches, strict=True))
@@ -513,6 +521,7 @@ class Model:
             query_len=query_len,
             slots=slots if self.recurrent else None,
             prefixes=None if prefixes is None else self._split_prefixes(prefixes, num_decodes),
+            block_size=self.block_size,
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 

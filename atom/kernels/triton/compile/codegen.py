@@ -392,6 +392,8 @@ class _Kernel:
         key = "angles", call, at, tile
         if key not in self._values:
             position, freq = self._value(positions, at[:-1], tile), self._value(freqs, at[-1:], tile)
+            if (every := int(call.kwargs.get("every", 1))) > 1:
+                position = f"({position} // {every} * {every})"
             self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
         trig, scale = ("cos", "sin")[node.args[1]], str(float(call.kwargs.get("scale", 1.0)))
         if growth := float(call.kwargs.get("growth", 0.0)):

@@ -111,9 +111,10 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 30], w0: {0}[30]):
 def piece(x0: i64[A], x1: {0}[A, 37], w0: fp32[8], w1: {0}[1], w2: {0}[1]):
     rotary, rotary_1 = generated.rotary(x0, w0, scale=1.5, growth=0.4, period=16, offset=1)
     rotary_2, rotary_3 = generated.rotary(x0, w0, growth=0.1, period=16, offset=1, power=True)
+    rotary_4, rotary_5 = generated.rotary(x0, w0, every=4)
     clamp = generated.clamp(x1, limit=0.5)
     xielu = generated.xielu(x1, w1, w2)
-    return rotary, rotary_1, rotary_2, rotary_3, clamp, xielu
+    return rotary, rotary_1, rotary_2, rotary_3, rotary_4, rotary_5, clamp, xielu
 """,
     "time steps and decays": """\
 def piece(x0: {0}[A, 24], x1: fp32[A, 24], w0: fp32[24], w1: {0}[6], w2: {0}[24]):

@@ -1,0 +1,197 @@
+"""What tokens have together, and what chooses among it, against DeepSeek-V4 of transformers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from graph.ops.checked import Cache, checked
+from torch import Tensor
+from transformers import DeepseekV4Config, Glm5NextTextConfig
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
+from transformers.models.glm5_next import modeling_glm5_next as glm5_next
+
+from atom.graph import KV, Batch, PagedCache, Type, ops
+from atom.graph.ops.attention import entries_of
+from atom.kernels.torch.sparse import paged_index_topk
+
+HIDDEN, D, INDEX_DIM, R, HEADS = 24, 16, 8, 4, 3  # hidden, head and index dims, rotated ones, heads of the indexer
+THETA = 160000.0
+CONFIG = DeepseekV4Config(
+    hidden_size=HIDDEN, num_attention_heads=4, head_dim=D, q_lora_rank=12, o_groups=2, o_lora_rank=6, sliding_window=6,
+    index_n_heads=HEADS, index_head_dim=INDEX_DIM, index_topk=2, num_hidden_layers=3, attn_implementation="eager",
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, partial_rotary_factor=R / D,
+    layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    compress_rope_theta=THETA, max_position_embeddings=256,
+)  # fmt: skip
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+
+
+def compressor(kind: str) -> Any:
+    torch.manual_seed(0)
+    made = deepseek_v4.COMPRESSOR_CLASSES[kind](CONFIG)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    return made.eval()
+
+
+def rotate(x: Tensor, positions: Tensor, every: int = 1) -> Tensor:
+    """x [T, N, D], the last R dims in pairs"""
+    freqs = THETA ** (-torch.arange(0, R, 2) / R)
+    cos, sin = ops.rotary(positions, freqs, every=every)
+    still, turned = ops.split(x, sizes=[x.shape[-1] - R, R])
+    return torch.cat((still, ops.rope(turned, cos, sin, interleaved=True)), -1)
+
+
+def finish(pooled: Tensor, norm: Any, positions: Tensor, every: int) -> Tensor:
+    """What is pooled, normed and rotated"""
+    normed = ops.rms_norm(pooled, norm.weight, eps=CONFIG.rms_norm_eps)
+    return rotate(normed.unsqueeze(1), positions, every).squeeze(1)
+
+
+def leaves(dim: int, every: int, overlaps: bool) -> tuple[KV, KV]:
+    """The states of a compressor: inputs of its last runs, and entries."""
+    width = 2 * dim if overlaps else dim
+    runs = KV("0", Type("fp32", (2, width)), window=2 * every if overlaps else every, part="runs")
+    return runs, KV("0", Type("fp32", (dim,)), every=every, part="index")
+
+
+class Pools:
+    """Caches of some states for sequences of up to 64 tokens, whose blocks are scattered."""
+
+    def __init__(self, states: Sequence[KV], block_size: int, num_sequences: int) -> None:
+        self.size, width = block_size, -(-64 // block_size)
+        self.caches, self.tables = {}, {}
+        for state in states:
+            stride = state.stride(block_size)
+            blocks = 1 + torch.randperm(num_sequences * (width // stride)).view(num_sequences, -1)
+            table = torch.zeros(num_sequences, width, dtype=torch.int32)
+            table[:, stride - 1 :: stride] = blocks.int()
+            self.tables[state.kind] = table
+            shape = state.block(block_size).shape
+            self.caches[state] = Cache(state, torch.full((1 + blocks.numel(), *map(int, shape)), float("nan")))
+
+    def batch(self, chunks: Sequence[tuple[int, int]]) -> Batch:
+        """A step that computes positions start to stop of each sequence."""
+        slots = {}
+        for kind, table in self.tables.items():
+            own = [table[row, at // self.size] * self.size + at % self.size for row, span in enumerate(chunks)
+                   for at in range(*span)]  # fmt: skip
+            slots[kind] = torch.tensor(own, dtype=torch.int64)
+        starts = torch.tensor([0, *itertools.accumulate(stop - start for start, stop in chunks)]).int()
+        lengths = torch.tensor([stop for _, stop in chunks]).int()
+        return Batch(self.tables, slots, starts, lengths, 0, block_size=self.size)
+
+
+def in_steps(lengths: Sequence[int], max_tokens: int, seed: int = 0) -> list[list[tuple[int, int]]]:
+    """Chunks of sequences, step by step, until all are as long as that; some steps have none of a sequence."""
+    chance, ends, steps = random.Random(seed), [0] * len(lengths), []
+    while ends != [*lengths]:
+        before = list(ends)
+        ends = [min(end + chance.randint(0, max_tokens), length) for end, length in zip(ends, lengths, strict=True)]
+        steps.append([*zip(before, ends, strict=True)])
+    return steps
+
+
+@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("num_tokens", [3, 8, 21])
+def test_pooled_runs_are_those_of_deepseek_v4(kind: str, num_tokens: int):
+    module, every, x = compressor(kind), RATES[kind], torch.randn(num_tokens, HIDDEN)
+    positions, overlaps = torch.arange(num_tokens), kind == "compressed_sparse_attention"
+    runs, _ = leaves(D, every, overlaps)
+    with torch.inference_mode():
+        expected, _ = module(x[None], torch.zeros(1, num_tokens, 12), positions[None], None, 1)
+        kv, gate = module.kv_proj(x), module.gate_proj(x)
+        pooled = checked(ops.compress, kv, gate, module.position_bias.data, Cache(runs, None), overlaps=overlaps)
+        made = finish(pooled, module.kv_norm, positions, every)
+    torch.testing.assert_close(made[every - 1 :: every], expected[0, 0])
+    rest = positions % every != every - 1
+    assert not pooled[rest].any(), "tokens that end no run have zeros"
+
+
+@pytest.mark.parametrize(("overlaps", "every"), [(True, 4), (False, 4), (False, 8), (True, 2)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("max_tokens", [1, 3, 30])
+def test_runs_are_pooled_in_the_step_that_ends_them(overlaps: bool, every: int, block_size: int, max_tokens: int):
+    torch.manual_seed(0)
+    lengths, (runs, entries) = (37, 5, 50), leaves(D, every, overlaps)
+    width, pools = (2 * D if overlaps else D), Pools(leaves(D, every, overlaps), block_size, 3)
+    given = [torch.randn(2, length, width) for length in lengths]
+    bias, q = torch.randn(every, width), torch.zeros(0)
+    whole = [ops.compress(kv, gate, bias, None, overlaps=overlaps) for kv, gate in given]
+    for chunks in in_steps(lengths, max_tokens):
+        kv, gate = torch.cat([each[:, start:stop] for each, (start, stop) in zip(given, chunks, strict=True)], 1)
+        batch = pools.batch(chunks)
+        pooled = checked(ops.paged_compress, kv, gate, bias, pools.caches[runs], batch, overlaps=overlaps)
+        expected = torch.cat([each[start:stop] for each, (start, stop) in zip(whole, chunks, strict=True)])
+        torch.testing.assert_close(pooled, expected)
+        ops.write_index(q, pooled, PagedCache(pools.caches[entries].tensor, entries.kind), batch, every=every)
+    for row, each in enumerate(whole):
+        kept = entries_of(
+            PagedCache(pools.caches[entries].tensor, entries.kind),
+            pools.batch([(0, length) for length in lengths]),
+            row,
+            every=every,
+        )
+        torch.testing.assert_close(kept, each[every - 1 :: every])
+
+
+@pytest.mark.parametrize("block_size", [2, 16])
+@pytest.mark.parametrize("kernel", [ops.paged_index_topk, paged_index_topk], ids=["reference", "torch"])
+def test_runs_are_chosen_as_by_the_indexer_of_deepseek_v4(kernel: Any, block_size: int):
+    module, every = compressor("compressed_sparse_attention").indexer, 4
+    lengths = (30, 7)
+    xs = [torch.randn(length, HIDDEN) for length in lengths]
+    latents = [torch.randn(length, 12) for length in lengths]
+    runs, keys = leaves(INDEX_DIM, every, True)
+    pools = Pools((runs, keys), block_size, 2)
+    with torch.inference_mode():
+        expected = [module(x[None], latent[None], torch.arange(len(x))[None], None, 1)[0]
+                    for x, latent in zip(xs, latents, strict=True)]  # fmt: skip
+
+        def choose(x: Tensor, latent: Tensor, positions: Tensor, batch: Batch | None) -> Tensor:
+            q = rotate(module.q_b_proj(latent).view(-1, HEADS, INDEX_DIM), positions)
+            kv, gate, bias = module.kv_proj(x), module.gate_proj(x), module.position_bias.data
+            weights, more = module.scorer.weights_proj(x), {"top_k": CONFIG.index_topk, "every": every}
+            if batch is None:
+                k = finish(ops.compress(kv, gate, bias, None, overlaps=True), module.kv_norm, positions, every)
+                return checked(ops.index_topk, q, k, weights, Cache(keys, None), **more)
+            pooled = checked(ops.paged_compress, kv, gate, bias, pools.caches[runs], batch, overlaps=True)
+            k = finish(pooled, module.kv_norm, positions, every)
+            q = checked(ops.write_index, q, k, pools.caches[keys], batch, every=every)
+            checked(ops.paged_index_topk, q, weights, pools.caches[keys], batch, **more)
+            return kernel(q, weights, PagedCache(pools.caches[keys].tensor, keys.kind), batch, **more)
+
+        whole = [choose(x, latent, torch.arange(len(x)), None) for x, latent in zip(xs, latents, strict=True)]
+        for own, chosen in zip(whole, expected, strict=True):
+            assert sets(own[:, 0]) == sets(chosen)
+        for chunks in in_steps(lengths, 5):
+            parts = [slice(*chunk) for chunk in chunks]
+            x, latent, chosen = (torch.cat([each[part] for each, part in zip(of, parts, strict=True)])
+                                 for of in (xs, latents, whole))  # fmt: skip
+            positions = torch.cat([torch.arange(*chunk) for chunk in chunks])
+            assert sets(choose(x, latent, positions, pools.batch(chunks))[:, 0]) == sets(chosen[:, 0])
+
+
+def sets(ids: Tensor) -> list[set[int]]:
+    return [{*each} - {-1} for each in ids.tolist()]
+
+
+def test_pooled_index_keys_are_those_of_glm5_next():
+    every = 4
+    config = Glm5NextTextConfig(
+        hidden_size=HIDDEN, index_n_heads=2, index_head_dim=INDEX_DIM, index_kpool=every, q_lora_rank=12, num_hidden_layers=1,
+        index_topk=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module, k, gate = glm5_next.Glm5NextTextIndexer(config, 0), torch.randn(15, INDEX_DIM), torch.randn(15, INDEX_DIM)
+    torch.nn.init.normal_(module.index_kpool_compress_ape)
+    bias = module.index_kpool_compress_ape.data
+    with torch.inference_mode():
+        expected, *_ = module.get_pooled_states(torch.cat((k, gate, torch.ones(15, 1)), -1)[None])
+    made = ops.compress(k, gate, bias, None)
+    torch.testing.assert_close(made[every - 1 :: every], expected[0])

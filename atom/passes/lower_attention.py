@@ -58,10 +58,10 @@ def lower_attention(graph: Graph) -> Graph:
         _lower_reader(graph, call)
     for attention in graph.find(ops.mla_attention):
         _lower_latent(graph, attention)
-    for chosen in graph.find(ops.index_topk):
-        _lower_index(graph, chosen)
     for attention in graph.find(ops.mqa_attention):
         _lower_mqa(graph, attention)
+    for chosen in graph.find(ops.index_topk):
+        _lower_index(graph, chosen)
     for pooled in graph.find(ops.compress):
         batch = graph.program_of(pooled).input("batch", BATCH)
         graph.replace({pooled: graph.insert(pooled, ops.paged_compress, *pooled.args, batch, **pooled.kwargs)})
@@ -114,6 +114,19 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
     graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
 
 
+def _lower_mqa(graph: Graph, attention: Node) -> None:
+    q, kv, cache, *more = attention.args
+    batch = graph.program_of(attention).input("batch", BATCH)
+    scales = [each for each in more[1:2] if each is not None]
+    q = graph.insert(attention, ops.write_mqa, q, kv, cache, batch, *scales, name="q")
+    if len(more) > 2:
+        pooled, runs, *selected = more[2:]
+        q = graph.insert(attention, ops.write_mqa, q, pooled, runs, batch, name="q", every=attention.kwargs["every"])
+        more = [*more[:2], runs, *selected]
+    paged = graph.insert(attention, ops.paged_mqa_attention, q, cache, batch, *more, **attention.kwargs)
+    graph.replace({attention: paged})
+
+
 def _lower_index(graph: Graph, chosen: Node) -> None:
     q, k, weights, cache = chosen.args
     batch = graph.program_of(chosen).input("batch", BATCH)
@@ -121,15 +134,6 @@ def _lower_index(graph: Graph, chosen: Node) -> None:
     written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q", **every)
     paged = graph.insert(chosen, ops.paged_index_topk, written, weights, cache, batch, **chosen.kwargs)
     graph.replace({chosen: paged})
-
-
-def _lower_mqa(graph: Graph, attention: Node) -> None:
-    q, kv, cache, sinks, k_scale = (*attention.args, None, None)[:5]
-    batch = graph.program_of(attention).input("batch", BATCH)
-    written = graph.insert(attention, ops.write_mqa, q, kv, cache, batch, k_scale, name="q")
-    args = written, cache, batch, sinks, k_scale
-    paged = graph.insert(attention, ops.paged_mqa_attention, *args, **attention.kwargs)
-    graph.replace({attention: paged})
 
 
 def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None, dict[str, Any]]:

@@ -79,6 +79,23 @@ def body(q: fp32[T, 2, 4], weights: fp32[T, 2], kv: fp32[T, 8], gate: fp32[T, 8]
     assert text_of(lower_attention(parse(text))).strip() == lowered
 
 
+def test_attention_to_tokens_and_runs_writes_both():
+    text = """\
+def body(q: fp32[T, 2, 4], kv: fp32[T, 4], pooled: fp32[T, 4], chosen: i32[T, 1, 2]):
+    a = mqa_attention(q, kv, KV("0", fp32[4], window=3), W("sinks", fp32[2]), scale=0.5, window=3)
+    b = mqa_attention(a, kv, KV("1", fp32[4], window=3), None, None, pooled, KV("1", fp32[4], every=4), chosen, scale=0.5, window=3, every=4)
+    return b"""
+    lowered = """\
+def body(q: fp32[T, 2, 4], kv: fp32[T, 4], pooled: fp32[T, 4], chosen: i32[T, 1, 2], batch: Batch):
+    q_1 = write_mqa(q, kv, KV("0", fp32[4], window=3), batch)
+    a = paged_mqa_attention(q_1, KV("0", fp32[4], window=3), batch, W("sinks", fp32[2]), scale=0.5, window=3)
+    q_2 = write_mqa(a, kv, KV("1", fp32[4], window=3), batch)
+    q_3 = write_mqa(q_2, pooled, KV("1", fp32[4], every=4), batch, every=4)
+    b = paged_mqa_attention(q_3, KV("1", fp32[4], window=3), batch, None, None, KV("1", fp32[4], every=4), chosen, scale=0.5, window=3, every=4)
+    return b"""
+    assert text_of(lower_attention(parse(text))).strip() == lowered
+
+
 def test_a_rope_that_only_q_has_stays():
     lowered = text_of(lower_attention(parse(BEFORE.replace("k_2 = rope(k_1, cos, sin)", "k_2 = add(k_1, k_1)"))))
     assert "q_2 = rope(q_1, cos, sin)" in lowered

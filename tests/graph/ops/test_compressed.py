@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,10 +40,10 @@ def compressor(kind: str) -> Any:
     return made.eval()
 
 
-def rotate(x: Tensor, positions: Tensor, every: int = 1) -> Tensor:
-    """x [T, N, D], the last R dims in pairs"""
-    freqs = THETA ** (-torch.arange(0, R, 2) / R)
-    cos, sin = ops.rotary(positions, freqs, every=every)
+def rotate(x: Tensor, positions: Tensor, every: int = 1, theta: float = THETA, back: bool = False) -> Tensor:
+    """x [T, N, D], the last R dims in pairs; back: by minus the angle"""
+    cos, sin = ops.rotary(positions, theta ** (-torch.arange(0, R, 2) / R), every=every)
+    sin = -sin if back else sin
     still, turned = ops.split(x, sizes=[x.shape[-1] - R, R])
     return torch.cat((still, ops.rope(turned, cos, sin, interleaved=True)), -1)
 
@@ -93,7 +94,8 @@ def in_steps(lengths: Sequence[int], max_tokens: int, seed: int = 0) -> list[lis
     while ends != [*lengths]:
         before = list(ends)
         ends = [min(end + chance.randint(0, max_tokens), length) for end, length in zip(ends, lengths, strict=True)]
-        steps.append([*zip(before, ends, strict=True)])
+        if ends != before:
+            steps.append([*zip(before, ends, strict=True)])
     return steps
 
 
@@ -179,6 +181,94 @@ def test_runs_are_chosen_as_by_the_indexer_of_deepseek_v4(kernel: Any, block_siz
 
 def sets(ids: Tensor) -> list[set[int]]:
     return [{*each} - {-1} for each in ids.tolist()]
+
+
+@pytest.mark.parametrize("layer", range(3), ids=CONFIG.layer_types)
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_attention_to_tokens_and_runs_is_that_of_deepseek_v4(layer: int, block_size: int):
+    torch.manual_seed(layer)
+    module = deepseek_v4.DeepseekV4Attention(CONFIG, layer).eval()
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    kind, lengths = CONFIG.layer_types[layer], (30, 3, 17)
+    every, overlaps = RATES.get(kind, 1), kind == "compressed_sparse_attention"
+    window, scale, theta = CONFIG.sliding_window, D**-0.5, THETA if kind in RATES else 10000.0
+    xs = [torch.randn(length, HIDDEN) for length in lengths]
+    with torch.inference_mode():
+        expected = [attend_in_transformers(module, x) for x in xs]
+
+    own = KV("0", Type("fp32", (D,)), window=window)
+    runs, kept = (replace(each, name="main") for each in leaves(D, every, overlaps))
+    index_runs, index_keys = leaves(INDEX_DIM, every, True)
+    used = [own, *([runs, kept] if every > 1 else []), *([index_runs, index_keys] if overlaps else [])]
+    pools = Pools(used, block_size, len(lengths))
+
+    def compute(x: Tensor, positions: Tensor, batch: Batch | None) -> Tensor:
+        """batch: None: as one whole sequence, by semantic ops"""
+
+        def compress(of: Any, state: KV) -> Tensor:
+            kv, gate, bias = of.kv_proj(x), of.gate_proj(x), of.position_bias.data
+            wide = of is not module.compressor or overlaps
+            if batch is None:
+                pooled = ops.compress(kv, gate, bias, None, overlaps=wide)
+            else:
+                pooled = checked(ops.paged_compress, kv, gate, bias, pools.caches[state], batch, overlaps=wide)
+            return finish(pooled, of.kv_norm, positions, every)
+
+        latent = module.q_a_norm(module.q_a_proj(x))
+        q = rotate(module.q_b_norm(module.q_b_proj(latent).view(len(x), -1, D)), positions, theta=theta)
+        kv = rotate(module.kv_norm(module.kv_proj(x)).unsqueeze(1), positions, theta=theta).squeeze(1)
+        pooled = compress(module.compressor, runs) if every > 1 else None
+        selected, more = None, {"scale": scale, "window": window} | ({"every": every} if every > 1 else {})
+        if overlaps:
+            indexer = module.compressor.indexer
+            index_q = rotate(indexer.q_b_proj(latent).view(-1, HEADS, INDEX_DIM), positions)
+            k, by = compress(indexer, index_runs), {"top_k": CONFIG.index_topk, "every": every}
+            weights = indexer.scorer.weights_proj(x)
+            if batch is None:
+                selected = ops.index_topk(index_q, k, weights, None, **by)
+            else:
+                index_q = ops.write_index(index_q, k, cached(index_keys), batch, every=every)
+                selected = ops.paged_index_topk(index_q, weights, cached(index_keys), batch, **by)
+        sinks = module.sinks.data
+        if batch is None:
+            caches = [Cache(own, None), sinks, None, pooled, Cache(kept, None) if every > 1 else None, selected]
+            a = checked(ops.mqa_attention, q, kv, *caches, **more)
+        else:
+            q = checked(ops.write_mqa, q, kv, pools.caches[own], batch)
+            if every > 1:
+                q = checked(ops.write_mqa, q, pooled, pools.caches[kept], batch, every=every)
+            caches = [sinks, None, pools.caches.get(kept), selected]
+            a = checked(ops.paged_mqa_attention, q, pools.caches[own], batch, *caches, **more)
+        a = rotate(a, positions, theta=theta, back=True)
+        return module.o_b_proj(module.o_a_proj(a.reshape(len(x), CONFIG.o_groups, -1)).flatten(1))
+
+    def cached(state: KV) -> PagedCache:
+        return PagedCache(pools.caches[state].tensor, state.kind)
+
+    with torch.inference_mode():
+        for x, out in zip(xs, expected, strict=True):
+            torch.testing.assert_close(compute(x, torch.arange(len(x)), None), out, rtol=1e-4, atol=1e-5)
+        for chunks in in_steps(lengths, 5):
+            parts = [slice(*chunk) for chunk in chunks]
+            x, out = (torch.cat([each[part] for each, part in zip(of, parts, strict=True)]) for of in (xs, expected))
+            positions = torch.cat([torch.arange(*chunk) for chunk in chunks])
+            made = compute(x, positions, pools.batch(chunks))
+            torch.testing.assert_close(made, out, rtol=1e-4, atol=1e-5)
+
+
+def attend_in_transformers(module: Any, x: Tensor) -> Tensor:
+    """The module's output of a whole sequence."""
+    positions, far = torch.arange(len(x)), float("-inf")
+    names = {"main", "compress"}
+    ropes = {name: module_rope(x[None], positions[None], name) for name in names}
+    near = positions[:, None] - positions
+    mask = torch.zeros(len(x), len(x)).masked_fill((near < 0) | (near >= CONFIG.sliding_window), far)
+    return module(x[None], ropes, positions[None], mask[None, None])[0][0]
+
+
+def module_rope(x: Tensor, positions: Tensor, name: str) -> Any:
+    return deepseek_v4.DeepseekV4RotaryEmbedding(CONFIG)(x, position_ids=positions, layer_type=name)
 
 
 def test_pooled_index_keys_are_those_of_glm5_next():

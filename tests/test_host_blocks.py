@@ -55,6 +55,7 @@ def load_always(engine: LLMEngine) -> LLMEngine:
         ("llama", {}),
         ("llama", {"kv_cache_dtype": "fp8"}),
         ("gpt_oss", {}),
+        ("deepseek_v4", {}),
         ("deepseek_v3", {"kv_cache_dtype": "fp8"}),
         ("llama", {"method": "ngram"}),
     ],

@@ -61,10 +61,11 @@ def paths(folder: Path) -> list[Path]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_another_engine_reads_what_one_has_written(name: str, open_engine: Open, tmp_path: Path):
+@pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("gpt_oss", 1), ("deepseek_v4", 3)])
+def test_another_engine_reads_what_one_has_written(name: str, scale: int, open_engine: Open, tmp_path: Path):
+    """scale: of the host's memory"""
     expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))
-    fields = {**FILES, "kv_cache_dir": str(tmp_path / "kv")}
+    fields = {**FILES, "kv_cache_dir": str(tmp_path / "kv"), "swap_space": scale * int(FILES["swap_space"])}
     engine = load_always(open_engine(name, **fields))
     assert talk(engine) == expected, "a pool, and host memory, of a tenth of what is needed"
     assert engine.metrics.num_written_blocks > 0 and engine.metrics.num_read_blocks > 0

@@ -430,6 +430,7 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(
         pytest.param(name, level, marks=() if name in FP16[level] else pytest.mark.slow)
         for name in tiny.VARIANTS
         for level in (0, 1)
+        if name != "deepseek_v4"  # of which transformers 5.24 keeps linears in float32 and gives them fp16
     ],
 )
 def test_fp16_is_as_near_to_float32_as_that_of_transformers(

@@ -206,6 +206,7 @@ def test_groups_generate_the_tokens_of_the_reference(
     [
         *((name, {"pipeline_parallel_size": 2}) for name in ("llama_tied", "deepseek_v3", "gemma3", "gpt_oss")),
         ("gemma4_shared", {"pipeline_parallel_size": 2}),
+        ("deepseek_v4", {"pipeline_parallel_size": 2}),
         ("qwen3_moe", {"parallel.pipeline": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("llama_tied", {"pipeline_parallel_size": 2, "method": "ngram", "num_speculative_tokens": 3}),
         ("gpt_oss", {"parallel.pipeline": 2, "parallel.data": 2, "parallel.experts": 2}),

@@ -33,7 +33,9 @@ GEMMA3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["
            "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "altup_num_inputs": 3, "laurel_rank": 5,
            "final_logit_softcapping": 3.0}  # fmt: skip
 DEEPSEEK_V4 = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5, "q_lora_rank": 20, "o_groups": 4, "o_lora_rank": 12, "sliding_window": 9,
-               "layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 6, "hc_mult": 3,
+               "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"], "index_n_heads": 24, "index_head_dim": 12,
+               "index_topk": 5, "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+               "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 6, "hc_mult": 3,
                "hc_sinkhorn_iters": 5, "swiglu_limit": 1.0, **EXPERTS}  # fmt: skip
 ZAYA = {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 12, "router_hidden_size": 20, "lm_head_bias": True,
         "tie_word_embeddings": False}  # fmt: skip

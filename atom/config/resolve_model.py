@@ -94,7 +94,7 @@ OF_SUMS: dict[str, Any] = {  # fields of a model and their only values where blo
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|(index_)?run_bias"
 )
 
 
@@ -233,6 +233,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
     check_mqa(attention, at)
+    check_compress(attention, at)
     check_value_dim(attention, head_dim, at)
     kv_heads = 1 if attention.kind == "mqa" else attention.kv_heads or attention.heads
     if attention.kind == "gqa" and attention.heads % kv_heads:
@@ -485,6 +486,25 @@ def check_mqa(attention: AttentionConfig, at: str) -> None:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of o_groups={attention.o_groups}")
     if attention.rope.query_growth:
         raise UnsupportedError(f"{at}.rope.query_growth is not supported for kind mqa, whose output is turned back")
+
+
+def check_compress(attention: AttentionConfig, at: str) -> None:
+    """Check the entries of runs, and the indexer that chooses among them."""
+    compress, index, rope = attention.compress, attention.index, attention.window_rope or attention.rope
+    if compress is None:
+        if attention.kind == "mqa" and index is not None:
+            raise UnsupportedError(f"{at}.index: kind mqa chooses among entries of runs; set {at}.compress")
+        return
+    if attention.kind != "mqa":
+        raise UnsupportedError(f"{at}.compress is not supported for kind {attention.kind} (supported: mqa)")
+    if not compress.every:
+        raise ConfigError(f"{at}.compress.every has no value; it is the tokens of a run")
+    if index is not None:
+        check_index(attention, at)
+        if index.dim < (rope.dims or 0):
+            raise ConfigError(f"{at}.index.dim={index.dim} is less than the {rope.dims} dims that turn")
+        if index.layers is not None:
+            raise UnsupportedError(f"{at}.index.layers: with compress each layer chooses; leave it out")
 
 
 def check_only_gqa(attention: AttentionConfig, at: str) -> None:

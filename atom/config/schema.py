@@ -125,6 +125,14 @@ class IndexConfig:
 
 
 @dataclass
+class CompressConfig:
+    """Entries that runs of tokens have together (DeepSeek-AI 2026), which a query sees besides its window."""
+
+    every: int = number(0, 1, INT32)  # tokens of a run
+    overlaps: bool = False  # an entry is pooled of its run and the one before
+
+
+@dataclass
 class AttentionConfig:
     kind: str = one_of("gqa", "mla", "mqa")  # mla: keys and values are one latent vector; mqa: one key, also the value
     heads: int = number(0, 0, INT32)  # of queries; 0: no layer has this attention
@@ -169,7 +177,8 @@ class AttentionConfig:
     dense_rope: bool = False  # layers without experts have one, whatever full_rope says
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
-    index: IndexConfig | None = None  # mla: queries attend to the tokens that it chooses; null: to all
+    compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
+    index: IndexConfig | None = None  # queries attend to what it chooses: mla: tokens, mqa: runs; null: to all
 
 
 @dataclass

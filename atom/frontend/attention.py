@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.fx import Node
 
 from atom.config import AttentionConfig, IndexConfig, ModelConfig, RopeConfig
 from atom.frontend.cca import project_cca
+from atom.frontend.compressed import write_runs
 from atom.frontend.mlp import mlp_of
-from atom.frontend.rope import rope_freqs, rotary_scale
+from atom.frontend.rope import Rotary, rope_freqs, rotary_scale, rotate, rotate_halves, rotate_last
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Dequantize, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.ops.sparse import index_entry
 from atom.graph.recipe_ranges import cat
 from atom.graph.recipes import Measured
-
-
-class Rotary(NamedTuple):
-    """cos and sin of this step's positions, fp32[T, D / 2] each."""
-
-    keys: tuple[Node, Node] | None  # None: keys are not rotated
-    queries: tuple[Node, Node]  # as keys, but that queries may grow with the position
-    interleaved: bool
-    second: tuple[Node, Node] | None = None  # of the second half of a head's dims, if each half turns by itself
-    back: tuple[Node, Node] | None = None  # mqa: of the output, by minus the angle
-    grown: tuple[Node, Node] | None = None  # mla: of the dims of queries that have no position, if these grow
 
 
 def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
@@ -271,12 +261,15 @@ def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     kv = writer.call(ops.merge_heads, kv, name="kv")
     window = window_of(writer.model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (dim,)), window)
-    more = [sinks_of(writer, attention, layer)]
-    more += [scale_of(writer, "k_scale", layer)] if cache.type.dtype == "fp8_e4m3" else []
+    k_scale = scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None
+    more: list[Recipe | KV | Node | None] = [sinks_of(writer, attention, layer), k_scale]
+    attributes: dict[str, Any] = {"scale": required(attention.scale), "window": window}
+    if attention.compress is not None:
+        more += write_runs(writer, h, q_a, attention, rotary, layer)
+        attributes["every"] = attention.compress.every
     while more and more[-1] is None:
         more.pop()
-    scale = required(attention.scale)
-    a = writer.call(ops.mqa_attention, q, kv, cache, *more, scale=scale, window=window, name="a")
+    a = writer.call(ops.mqa_attention, q, kv, cache, *more, **attributes, name="a")
     if rotary is not None:
         a = rotate_last(writer, a, required(rotary.back), rotary, "a")
     a = writer.call(ops.merge_heads, a, name="a")
@@ -343,7 +336,9 @@ def make_rotary(
     keys = pair(freqs, "", scale=scale)
     if not rope.query_growth:
         back = (keys[0], writer.scale(keys[1], -1.0)) if attention.kind == "mqa" else None
-        return Rotary(keys, keys, rope.interleaved, back=back)
+        compress = attention.compress
+        runs = None if compress is None else pair(freqs, "run_", scale=scale, every=compress.every)
+        return Rotary(keys, keys, rope.interleaved, back=back, runs=runs)
     queries = pair(freqs, "q_", scale=scale, **growth)
     grown = still(required(attention.nope_dim), "grown_") if attention.kind == "mla" else None
     return Rotary(keys, queries, rope.interleaved, grown=grown)
@@ -361,36 +356,6 @@ def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
     return None if rope.kind == "none" and not rope.query_growth else rope
-
-
-def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved: bool, name: str) -> Node:
-    """x [T, N, D] rotated by cos and sin; None: as it is"""
-    if pair is None:
-        return x
-    rotated: Node = writer.call(ops.rope, x, *pair, interleaved=interleaved, name=name)
-    return rotated
-
-
-def rotate_last(writer: Writer, x: Node, pair: tuple[Node, Node], rotary: Rotary, name: str) -> Node:
-    """x [T, N, D], the last of its dims rotated"""
-    size, turned = int(x.meta["type"].shape[-1]), 2 * int(pair[0].meta["type"].shape[-1])
-    if size == turned:
-        return rotate(writer, x, pair, rotary.interleaved, name)
-    still, last = writer.call(ops.split, x, sizes=[size - turned, turned], name=(name, f"{name}_rope"))
-    last = rotate(writer, last, pair, rotary.interleaved, f"{name}_rope")
-    joined: Node = writer.call(ops.join, still, last, name=name)
-    return joined
-
-
-def rotate_halves(writer: Writer, x: Node, pair: tuple[Node, Node] | None, rotary: Rotary, name: str) -> Node:
-    """x [T, N, D], rotated; both halves of the dims by pairs of their own, if `rotary` has a second one"""
-    if rotary.second is None:
-        return rotate(writer, x, pair, rotary.interleaved, name)
-    size = int(x.meta["type"].shape[-1]) // 2
-    halves = writer.call(ops.split, x, sizes=[size, size], name=(name, name))
-    both = zip(halves, (pair, rotary.second), strict=True)
-    joined: Node = writer.call(ops.join, *(rotate(writer, half, own, False, name) for half, own in both), name=name)
-    return joined
 
 
 def attention_of(model: ModelConfig, layer: int) -> AttentionConfig | None:

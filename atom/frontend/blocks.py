@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch.fx import Node
 
 from atom.config import AttentionConfig, BlockScalesConfig, BlockSettings, MLPConfig, ModelConfig
-from atom.frontend.attention import ATTENTIONS, Rotary
+from atom.frontend.attention import ATTENTIONS
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.recurrent import RECURRENT
+from atom.frontend.rope import Rotary
 from atom.frontend.writer import Writer
 
 

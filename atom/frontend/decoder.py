@@ -15,10 +15,11 @@ from itertools import islice
 from torch.fx import Node
 
 from atom.config import Group, SectionConfig, VisionConfig
-from atom.frontend.attention import Rotary, rotaries
+from atom.frontend.attention import rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.placed import write_placed
+from atom.frontend.rope import Rotary
 from atom.frontend.streams import STREAMS, Place
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, W, ops

@@ -1,15 +1,19 @@
-"""Rotary embeddings: the recipe of the frequencies, and the scale of cos and sin.
+"""Rotary embeddings: the recipe of the frequencies, the scale of cos and sin, and what they turn.
 
 freqs = rope_freqs(RopeConfig(kind="linear", factor=4.0, dims=64))     # fp32[32]
+q = rotate(writer, q, rotary.queries, rotary.interleaved, "q")
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch.fx import Node
 
 from atom.config import RopeConfig
-from atom.graph import RopeFreqs
+from atom.frontend.writer import Writer
+from atom.graph import RopeFreqs, ops
 
 FIELDS = {  # of the recipe, by kind
     "default": (),
@@ -19,6 +23,18 @@ FIELDS = {  # of the recipe, by kind
     "factors": ("factors",),
     "proportional": ("factor", "partial"),
 }
+
+
+class Rotary(NamedTuple):
+    """cos and sin of this step's positions, fp32[T, D / 2] each."""
+
+    keys: tuple[Node, Node] | None  # None: keys are not rotated
+    queries: tuple[Node, Node]  # as keys, but that queries may grow with the position
+    interleaved: bool
+    second: tuple[Node, Node] | None = None  # of the second half of a head's dims, if each half turns by itself
+    back: tuple[Node, Node] | None = None  # mqa: of the output, by minus the angle
+    runs: tuple[Node, Node] | None = None  # of the first position of each token's run, if runs have entries
+    grown: tuple[Node, Node] | None = None  # mla: of the dims of queries that have no position, if these grow
 
 
 def rope_freqs(rope: RopeConfig) -> RopeFreqs:
@@ -40,3 +56,33 @@ def rotary_scale(rope: RopeConfig) -> float:
     if rope.kind != "yarn":
         return 1.0
     return mscale(rope.mscale) / mscale(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else mscale(1.0)
+
+
+def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved: bool, name: str) -> Node:
+    """x [T, N, D] rotated by cos and sin; None: as it is"""
+    if pair is None:
+        return x
+    rotated: Node = writer.call(ops.rope, x, *pair, interleaved=interleaved, name=name)
+    return rotated
+
+
+def rotate_last(writer: Writer, x: Node, pair: tuple[Node, Node], rotary: Rotary, name: str) -> Node:
+    """x [T, N, D], the last of its dims rotated"""
+    size, turned = int(x.meta["type"].shape[-1]), 2 * int(pair[0].meta["type"].shape[-1])
+    if size == turned:
+        return rotate(writer, x, pair, rotary.interleaved, name)
+    still, last = writer.call(ops.split, x, sizes=[size - turned, turned], name=(name, f"{name}_rope"))
+    last = rotate(writer, last, pair, rotary.interleaved, f"{name}_rope")
+    joined: Node = writer.call(ops.join, still, last, name=name)
+    return joined
+
+
+def rotate_halves(writer: Writer, x: Node, pair: tuple[Node, Node] | None, rotary: Rotary, name: str) -> Node:
+    """x [T, N, D], rotated; both halves of the dims by pairs of their own, if `rotary` has a second one"""
+    if rotary.second is None:
+        return rotate(writer, x, pair, rotary.interleaved, name)
+    size = int(x.meta["type"].shape[-1]) // 2
+    halves = writer.call(ops.split, x, sizes=[size, size], name=(name, name))
+    both = zip(halves, (pair, rotary.second), strict=True)
+    joined: Node = writer.call(ops.join, *(rotate(writer, half, own, False, name) for half, own in both), name=name)
+    return joined

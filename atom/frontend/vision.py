@@ -35,10 +35,9 @@ from atom.config import (
     RopeConfig,
     VisionConfig,
 )
-from atom.frontend.attention import Rotary
 from atom.frontend.decoder import write_layer
 from atom.frontend.merger import write_merger
-from atom.frontend.rope import rope_freqs
+from atom.frontend.rope import Rotary, rope_freqs
 from atom.frontend.writer import Segments, Writer, required
 from atom.graph import VISION, Cat, Program, Recipe, Slice, Type, W, ops
 from atom.graph.ops.base import multiply

@@ -1,0 +1,83 @@
+"""Attention to runs of tokens (DeepSeek-V4), from a checkpoint's folder to tokens, against transformers.
+
+Runs have 4 tokens, of which an indexer chooses 5, or 32: more and fewer than a block has. Level 0 and 1, prompts in one
+chunk and sixteen, are in test_llm.py; drafts, host memory and files in the tests of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+from probe import assert_logits
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import ConfigError
+
+pytestmark = pytest.mark.early
+
+NAME = "deepseek_v4"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+Open = Callable[..., LLMEngine]
+
+
+def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
+    for answer, prompt in zip(answers, prompts, strict=True):
+        tiny.assert_greedy(answer, prompt, model)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "chunk"),
+    [
+        (16, 7),
+        *(pytest.param(size, chunk, marks=pytest.mark.slow) for size, chunk in ((1, 5), (4, 3), (32, 9), (64, 31))),
+    ],
+)
+def test_chunks_of_mixed_lengths_change_nothing(block_size: int, chunk: int, open_engine: Open, references: Any):
+    engine, model = open_engine(NAME, block_size=block_size, max_num_batched_tokens=chunk), references(NAME)
+    assert_logits(engine, tiny.prompt(75), model)
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 3, 4, 31, 32, 50)]
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, model)
+    assert engine.metrics.scheduler.num_chunks > 0
+
+
+def test_64_greedy_tokens_cross_the_borders_of_runs_and_blocks(open_engine: Open, references: Any):
+    prompt = tiny.prompt(29)
+    answers = open_engine(NAME).generate([prompt], replace(GREEDY, max_tokens=64))
+    assert_greedy(answers, [prompt], references(NAME))
+
+
+@pytest.mark.parametrize("num_common", [48, 66, pytest.param(87, marks=pytest.mark.slow)])
+def test_a_hit_may_end_amid_a_run(num_common: int, open_engine: Open, references: Any):
+    """What is hit are whole blocks of 8 tokens, so some of a run of 32."""
+    engine, model = open_engine(NAME, block_size=8, enable_prefix_caching=True), references(NAME)
+    first = tiny.prompt(100)
+    engine.generate([first], GREEDY)
+    prompts = [[*first[:num_common], *tiny.prompt(length, seed=length)] for length in (9, 40)]
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, model)
+    assert engine.metrics.scheduler.num_prefix_hit_tokens >= 2 * (num_common // 8 * 8)
+
+
+def test_many_preemptions_change_nothing(open_engine: Open, references: Any):
+    engine = open_engine(NAME, num_kvcache_blocks=22, block_size=4, max_model_len=76, max_num_batched_tokens=16)
+    prompts = [tiny.prompt(length, seed=length) for length in (20, 37, 30, 44)]
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(NAME))
+    assert engine.metrics.scheduler.num_preemptions > 1
+
+
+def test_siblings_share_the_runs_of_their_prompt(open_engine: Open):
+    engine = open_engine(NAME, block_size=4, enable_prefix_caching=False)
+    params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=12, ignore_eos=True)
+    answers = engine.generate([tiny.prompt(43)], params)
+    assert engine.metrics.scheduler.num_forked_tokens == 2 * 40
+    (lone,) = open_engine(NAME).generate([tiny.prompt(43)], replace(params, n=1, seed=13))
+    assert lone["token_ids"] == answers[2]["token_ids"], "sibling i is the request of seed + i"
+
+
+def test_blocks_that_runs_do_not_divide_are_refused(open_engine: Open):
+    with pytest.raises(ConfigError, match=r"serve\.block_size=24 is neither a multiple nor a divisor of the 32 tokens"):
+        open_engine(NAME, block_size=24)

@@ -23,6 +23,7 @@ from atom.config.schema import (
     MLPConfig,
     ModelConfig,
     RopeConfig,
+    StreamsConfig,
 )
 from atom.config.spelling import did_you_mean, spelled
 from atom.config.stored_names import find_optional, stored_name
@@ -357,6 +358,9 @@ def check_streams(model: ModelConfig) -> None:
         if num > 1 and (value := getattr(model, name)) != default:
             raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
     if kind != "hyper":
+        for each in fields(StreamsConfig)[2:]:
+            if (value := getattr(model.streams, each.name)) != each.default:
+                raise ConfigError(f"model.streams.{each.name}={spelled(value)} is for kind hyper, not for kind {kind}")
         return
     for name, only in OF_SUMS.items():
         if (given := operator.attrgetter(name)(model)) != only:

@@ -794,7 +794,7 @@ def test_what_an_override_or_the_checkpoint_says_is_no_fault_of_a_model_file(
     with pytest.raises(UnsupportedError, match=r"^model\.residual=paralell is not supported \(supported: sequential"):
         load([where, "model=mine"], config_dirs=[folder])
     with pytest.raises(
-        UnsupportedError, match=r"^model\.attention\.kind=gqq is not supported \(supported: gqa, mla\)$"
+        UnsupportedError, match=r"^model\.attention\.kind=gqq is not supported \(supported: gqa, mla, mqa\)$"
     ):
         load([where, "model=mine", "model.residual=parallel", "model.attention.kind=gqq"], config_dirs=[folder])
 
@@ -850,7 +850,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "model.attention.rope.beta_slow=0.0 must be a finite number above 0"),
         ("model.attention.rope={partial: 0.5, query_growth: 0.1}", "rope.query_growth: 6 of 12 dims are rotated; all or none"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
-        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
+        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ds_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
         ("model.plain=['re:((']", r"model.plain: re:\(\( is not a regular expression .*; mend it"),
         ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field \(did you mean theta\?\)"),
@@ -935,6 +935,7 @@ OWN_SIZES = {  # of a file that takes no others
     "chatglm": {"num_layers": 3, "padded_vocab_size": 101, "seq_length": 256, "ffn_hidden_size": 32, "kv_channels": 16},
     "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "num_experts": 0},
     "stablelm": {"hidden_size": 64},
+    "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 4, "compress_ratios": [0, 0, 0], "num_hash_layers": 1},
     "longcat_flash": {
         "num_layers": 2,
         "moe_topk": 2,
@@ -1071,6 +1072,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "llama4": ("llama4", None),
     "longcat_flash": ("longcat", "longcat_think"),
     "mimo_v2_flash": ("qwen3_coder", "think"),
+    "deepseek_v4": ("deepseek_v32", "think"),
     "minimax_m2": ("minimax_m2", "think"),
     "mllama": ("python_tag", None),
     "ministral": ("mistral", None),

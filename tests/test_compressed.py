@@ -6,15 +6,21 @@ chunk and sixteen, are in test_llm.py; drafts, host memory and files in the test
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 from probe import assert_logits
+from transformers import DeepseekV4Config
 
 from atom import LLMEngine, SamplingParams
+from atom.assemble.kv_blocks import state_kinds
+from atom.compiler import semantic_graph
+from atom.config.load import load
 from atom.errors import ConfigError
 
 pytestmark = pytest.mark.early
@@ -76,6 +82,16 @@ def test_siblings_share_the_runs_of_their_prompt(open_engine: Open):
     assert engine.metrics.scheduler.num_forked_tokens == 2 * 40
     (lone,) = open_engine(NAME).generate([tiny.prompt(43)], replace(params, n=1, seed=13))
     assert lone["token_ids"] == answers[2]["token_ids"], "sibling i is the request of seed + i"
+
+
+def test_the_kv_of_deepseek_v4_flash(tmp_path: Path):
+    """Its layers keep of each token 20 times a fourth of 512 + 128 numbers and 23 times a 128th of 512, besides windows."""
+    published = DeepseekV4Config(architectures=["DeepseekV4ForCausalLM"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**published, "dtype": "bfloat16"}))
+    kinds = state_kinds(semantic_graph(load([f"checkpoint={tmp_path}"])), 16)
+    kept = {kind.name: kind.bytes_per_token for kind in kinds if kind.rule.keeps_all}
+    assert kept == {"every_4": 20 * (512 + 128) // 4 * 2, "every_128": 23 * 512 // 128 * 2}
+    assert {kind.name for kind in kinds} - {*kept} == {"window_8", "window_128"}, "the last of them of runs, too"
 
 
 def test_blocks_that_runs_do_not_divide_are_refused(open_engine: Open):

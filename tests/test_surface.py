@@ -83,6 +83,7 @@ advanced.torchrun: rank world_size local_world_size local_rank master_addr maste
 model.norm: kind eps weight unweighted weighs_input bias offset final_offset before after after_eps after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
+model.attention.compress: every overlaps
 model.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.attention.rope: short_factor long_factor short_mscale long_mscale
@@ -94,6 +95,7 @@ model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
 model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
+model.blocks.NAME.attention.compress: every overlaps
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale

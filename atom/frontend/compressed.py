@@ -1,4 +1,4 @@
-"""Entries that runs of tokens have together, and the choice among them (DeepSeek-AI 2026, compressed attention).
+"""Entries that runs of tokens have together (DeepSeek-AI 2026), and the choice among them.
 
 runs = write_runs(writer, h, q_a, attention, rotary, layer)
 a = writer.call(ops.mqa_attention, q, kv, cache, sinks, k_scale, *runs, every=attention.compress.every)

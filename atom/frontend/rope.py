@@ -1,4 +1,4 @@
-"""Rotary embeddings: the recipe of the frequencies, the scale of cos and sin, and what they turn.
+"""Rotary embeddings: the recipe of frequencies, the scale of cos and sin, rotations.
 
 freqs = rope_freqs(RopeConfig(kind="linear", factor=4.0, dims=64))     # fp32[32]
 q = rotate(writer, q, rotary.queries, rotary.interleaved, "q")

@@ -1,4 +1,4 @@
-"""Ops of entries that several tokens have together, pooled by learned weights (DeepSeek-AI 2026, compressed attention).
+"""Ops that pool runs of tokens to entries, by learned weights (DeepSeek-AI 2026).
 
 A run is `every` tokens, from a multiple of that on. What is pooled of a run stands in the row of its last token:
 

@@ -1,7 +1,7 @@
-"""Ops of shared key-value attention (DeepSeek-AI 2026): all heads read one key, which is its value, too.
+"""Ops of shared key-value attention (DeepSeek-AI 2026): one key, also its value.
 
-A token's entry is one vector [D]. Keys come rotated, and so do values: what follows the attention turns its output
-back. Besides tokens, heads may read what runs of tokens have together, all of it or what an indexer chooses:
+A token's entry is one vector [D], which all heads read. Keys come rotated, and so do values: what follows the attention
+turns its output back. Besides tokens, heads may read what runs of tokens have together, all of it or some:
 
     a = mqa_attention(q, kv, KV("0", bf16[8], window=128), W("sinks"), None, pooled, KV("0", bf16[8], every=4), …)
 """

@@ -24,6 +24,7 @@ from atom.graph import KV, State, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
+from atom.graph.ops.attention import FP8
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, gpu_kernel, kinds_in, on_device
 from atom.kernels.step import StepKernels
@@ -198,6 +199,25 @@ def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cach
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
+def accepts_mqa(_target: Target, q: Type, cache: KV, *_types: Any, **_attributes: Any) -> str | None:
+    """heads of up to 512 dims, not in fp8"""
+    if cache.type.dtype == FP8:
+        return f"reads entries of the model's dtype, not of a cache in {FP8}"
+    dim = int(q.shape[-1])
+    return None if dim <= MAX_RANK else f"heads have {dim} dims, more than {MAX_RANK}"
+
+
+def accepts_runs(_target: Target, q: Type, _weights: Type, cache: KV, *_types: Any, every: int = 1,
+                 **_attributes: Any) -> str | None:  # fmt: skip
+    """runs of tokens, up to 256 dims, not in fp8"""
+    if every == 1:
+        return "chooses runs of tokens, not single ones"
+    if cache.type.dtype == FP8:
+        return f"reads keys of the model's dtype, not of a cache in {FP8}"
+    dim = int(q.shape[-1])
+    return None if dim <= MAX_STATE_DIM else f"heads have {dim} dims, more than {MAX_STATE_DIM}"
+
+
 def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
     """groups of 32 columns or multiples; FP4 not in fp16"""
     if weight.fmt is None:
@@ -274,6 +294,12 @@ def _load_segments(_context: LoadContext) -> object:
     from atom.kernels.triton.attention import segments
 
     return segments
+
+
+def _load_compressed(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import compressed
+
+    return compressed
 
 
 def _load_latent(context: LoadContext) -> object:
@@ -373,6 +399,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.segment_attention, _load_segments, accepts_heads),
+    _kernel(ops.paged_compress, _load_compressed),
+    _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
+    _kernel(ops.paged_index_topk, _load_compressed, accepts_runs),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),

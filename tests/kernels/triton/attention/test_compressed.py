@@ -1,0 +1,130 @@
+"""Pooling of runs, and attention to tokens and runs, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph.ops.runs import Pools, in_steps, leaves
+from kernels.checks import BF16, assert_as_near, assert_equal
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from atom.graph import KV, Batch, PagedCache, Type, ops
+from atom.kernels.triton.attention import compressed
+from atom.kernels.triton.attention.compressed import paged_compress, paged_mqa_attention
+
+
+def cached(pools: Pools, state: KV) -> PagedCache:
+    tensor = pools.caches[state].tensor
+    assert tensor is not None, "lowered ops have a cache"
+    return PagedCache(tensor, state.kind)
+
+
+def moved(value: object, device: str, dtype: torch.dtype = torch.float32) -> object:
+    """Tensors on a device, numbers with a point in this dtype."""
+    return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), value)
+
+
+def padded(batch: Batch, num_rows: int) -> Batch:
+    """The batch with more rows, of no token."""
+    more = {kind: torch.cat((table, table[:1].expand(num_rows, -1))) for kind, table in batch.tables.items()}
+    starts = torch.cat((batch.starts, batch.starts[-1:].expand(num_rows)))
+    return batch._replace(tables=more, starts=starts, lengths=torch.cat((batch.lengths, torch.ones(num_rows).int())))
+
+
+@pytest.mark.parametrize(("overlaps", "every", "dim"), [(True, 4, 16), (False, 8, 12), (True, 16, 72)])
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_runs_are_pooled_as_in_the_reference(triton_device, overlaps, every, dim, block_size):
+    lengths, (runs, _) = (37, 5, 50), leaves(dim, every, overlaps)
+    width, pools = dim * (2 if overlaps else 1), Pools([runs], block_size, 3)
+    given, bias = [torch.randn(2, length, width) for length in lengths], torch.randn(every, width)
+    cache = PagedCache(cached(pools, runs).blocks.to(triton_device), runs.kind)
+    for chunks in in_steps(lengths, 21):
+        kv, gate = torch.cat([each[:, start:stop] for each, (start, stop) in zip(given, chunks, strict=True)], 1)
+        batch = pools.batch(chunks)
+        expected = ops.paged_compress.body(kv, gate, bias, cached(pools, runs), batch, overlaps=overlaps)
+        args = moved((kv, gate, bias), triton_device)
+        made = paged_compress(*args, cache, moved(padded(batch, 2), triton_device), overlaps=overlaps)  # type: ignore[misc, arg-type]
+        assert_equal(made.cpu(), expected)
+
+
+def attention_case(every: int, dim: int, heads: int, block_size: int, top_k: int | None, lengths: tuple[int, ...],
+                   chunks: list[tuple[int, int]]) -> tuple[list, dict]:  # fmt: skip
+    """The arguments of paged_mqa_attention, with NaN in slots that nobody has written."""
+    window = KV("0", Type("fp32", (dim,)), window=6)
+    kept = KV("0", Type("fp32", (dim,)), every=every)
+    pools = Pools([window, kept], block_size, len(lengths))
+    whole = pools.batch([(0, stop) for _, stop in chunks])
+    written = torch.randn(sum(stop for _, stop in chunks), dim)
+    q = torch.zeros(0)
+    ops.write_mqa.body(q, written, cached(pools, window), whole)
+    ops.write_mqa.body(q, torch.randn_like(written), cached(pools, kept), whole, every=every)
+    batch = pools.batch(chunks)
+    tokens = int(batch.starts[-1])
+    selected = None
+    if top_k is not None:
+        ended = torch.cat([(torch.arange(*chunk) + 1) // every for chunk in chunks])
+        selected = torch.full((tokens, 1, top_k), -1, dtype=torch.int32)
+        for token, num in enumerate(ended.tolist()):
+            chosen = torch.randperm(num)[:top_k].int()
+            selected[token, 0, : len(chosen)] = chosen
+    args = [
+        torch.randn(tokens, heads, dim),
+        cached(pools, window),
+        batch,
+        torch.randn(heads),
+        None,
+        cached(pools, kept),
+        selected,
+    ]
+    return args, {"scale": 0.3, "window": 6, "every": every}
+
+
+@pytest.mark.parametrize(("every", "top_k"), [(4, None), (4, 3), (32, None)])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 16), (20, 24)])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_tokens_and_runs_are_attended_to_as_in_the_reference(triton_device, every, top_k, heads, dim, block_size):
+    args, attributes = attention_case(every, dim, heads, block_size, top_k, (40, 1, 63), [(33, 40), (0, 1), (62, 63)])
+    expected = ops.paged_mqa_attention.body(*args, **attributes)
+    q, *rest = args
+    longer = torch.cat((q, q[:2]))  # with padding
+    given = moved((longer, *rest), triton_device)
+    if top_k is not None:
+        given = (*given[:-1], torch.cat((given[-1], given[-1][:2])))  # type: ignore[index]
+    made = paged_mqa_attention(*given, **attributes).cpu()  # type: ignore[misc]
+    assert_equal(made[: len(q)], expected)
+    assert not made[len(q) :].any()
+
+
+@pytest.mark.parametrize(("every", "top_k"), [(4, 3), (4, 40), (32, 2)])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 12), (20, 32)])
+def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads, dim, monkeypatch):
+    monkeypatch.setattr(compressed, "SCORES", 40)  # several launches
+    kept = KV("0", Type("fp32", (dim,)), every=every, part="index")
+    pools, chunks = Pools([kept], 8, 3), [(33, 40), (0, 1), (62, 63)]
+    whole = pools.batch([(0, stop) for _, stop in chunks])
+    q, keys = torch.randn(9, heads, dim), torch.randn(sum(stop for _, stop in chunks), dim)
+    ops.write_index.body(q, keys, cached(pools, kept), whole, every=every)
+    args = q, torch.randn(9, heads), cached(pools, kept), pools.batch(chunks)
+    expected = ops.paged_index_topk.body(*args, top_k=top_k, every=every)
+    made = compressed.paged_index_topk(*moved(args, triton_device), top_k=top_k, every=every).cpu()  # type: ignore[misc]
+    assert torch.equal(made.sort(2).values, expected.sort(2).values)
+    assert torch.equal(made < 0, expected < 0), "those chosen come first"
+
+
+def test_a_layer_without_runs_attends_to_its_window(triton_device):
+    args, _ = attention_case(4, 16, 5, 16, None, (30,), [(9, 30)])
+    args, attributes = [*args[:3], None], {"scale": 0.3, "window": 6}
+    expected = ops.paged_mqa_attention.body(*args, **attributes)
+    assert_equal(paged_mqa_attention(*moved(args, triton_device), **attributes).cpu(), expected)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(torch.float16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("every", "top_k"), [(4, 512), (4, None), (32, None)])
+def test_half_precision_is_as_near_as_the_reference(triton_device, dtype, every, top_k):
+    args, attributes = attention_case(every, 512, 64, 16, top_k, (64, 64), [(40, 64), (63, 64)])
+    args = moved(args, triton_device, dtype)
+    wide = moved(args, triton_device)
+    by_reference = ops.paged_mqa_attention.body(*args, **attributes)
+    truth = ops.paged_mqa_attention.body(*wide, **attributes)
+    assert_as_near(paged_mqa_attention(*args, **attributes), by_reference, truth, 2.0)

@@ -49,11 +49,7 @@ def _match(delta: Node) -> tuple[Node, list[Any], dict[str, Any], Node] | None:
     raw = _under(decay, ops.split_heads)
     if sigmoid.target is not ops.activate or sigmoid.kwargs != {"kind": "sigmoid"}:
         return None
-    if (
-        raw.target is not ops.ssm_decay
-        or raw.kwargs
-        or not _is_read_once(beta, sigmoid, decay, raw, q, k, v, conv, delta)
-    ):
+    if raw.target is not ops.ssm_decay or not _is_read_once(beta, sigmoid, decay, raw, q, k, v, conv, delta):
         return None
     (norm,) = delta.users  # or the program's output, of a last layer whose head has the rest
     if norm.target is not ops.rms_norm or norm.args[0] is not delta or not _is_read_once(norm):
@@ -75,6 +71,7 @@ def _match(delta: Node) -> tuple[Node, list[Any], dict[str, Any], Node] | None:
     attributes = {
         "key_heads": int(type_of(q).shape[1]),
         **delta.kwargs,
+        **raw.kwargs,
         "eps": norm.kwargs["eps"],
         "kind": gates[0].kwargs["kind"],
         **({"beta_scale": beta.kwargs["by"]} if scaled else {}),

@@ -44,10 +44,12 @@ BY_DIM = (
 SIGMOID = BLOCK.replace('activate(z_1, kind="silu")', 'activate(z_1, kind="sigmoid")')
 SIGMOID_FUSED = FUSED.replace("eps=1e-06)", 'eps=1e-06, kind="sigmoid")')
 BY_DIM_FUSED = FUSED.replace("a: fp32[T, 4]", "a: fp32[T, 16]").replace('dt_bias", fp32[4]', 'dt_bias", fp32[16]')
+FLOOR = BLOCK.replace('W("dt_bias", fp32[4]))', 'W("dt_bias", fp32[4]), floor=-5.0)')
+FLOOR_FUSED = FUSED.replace("eps=1e-06)", "floor=-5.0, eps=1e-06)")
 CASES = pytest.mark.parametrize(
     ("before", "after"),
-    [(BLOCK, FUSED), (SCALED, SCALED_FUSED), (BY_DIM, BY_DIM_FUSED), (SIGMOID, SIGMOID_FUSED)],
-    ids=["a decay by head", "beta up to 2", "a decay by dim", "a sigmoid gate"],
+    [(BLOCK, FUSED), (SCALED, SCALED_FUSED), (BY_DIM, BY_DIM_FUSED), (SIGMOID, SIGMOID_FUSED), (FLOOR, FLOOR_FUSED)],
+    ids=["a decay by head", "beta up to 2", "a decay by dim", "a sigmoid gate", "a floor of decays"],
 )
 
 
@@ -128,4 +130,3 @@ def test_gates_of_another_kind_stay():
     assert_stays(without.replace("mul(o_1, z_2)", 'mul(o_1, W("factors", fp32[2]))'))
     assert_stays(BLOCK.replace("z: fp32[T, 8]", "z: fp32[T, 4]"))  # one of a head
     assert_stays(BLOCK.replace('activate(b, kind="sigmoid")', 'activate(b, kind="silu")'))
-    assert_stays(BLOCK.replace('W("dt_bias", fp32[4]))', 'W("dt_bias", fp32[4]), floor=-5.0)'))

@@ -74,7 +74,7 @@ def read(state: Tensor, query: Tensor) -> Tensor:
 def _gated_delta_net(
     qkv: Type, z: Type, a: Type, b: Type, conv_state: State, state: State, batch: Any, conv: Type, a_log: Type,
     bias: Type, norm: Type, *, key_heads: int, scale: float, eps: float, kind: str = "silu", beta_scale: float = 1.0,
-    normalize: bool = False,
+    normalize: bool = False, floor: float | None = None,
 ) -> Type:  # fmt: skip
     need(isinstance(state, State) and len(state.type.shape) == 3, f"{state} is no state of a delta rule")
     heads, dim, width = (int(size) for size in state.type.shape)
@@ -86,7 +86,7 @@ def _gated_delta_net(
     need(kind in ACTIVATIONS, f"{kind} is no activation")
     need(norm.shape == (width,), f"the norm is {norm} for {state.type}")
     OPS["batched_causal_conv"].infer(qkv, conv_state, batch, conv, kind="silu")
-    ssm_decay.infer(a, a_log, bias)
+    ssm_decay.infer(a, a_log, bias, floor=floor)
     need(int(a.shape[1]) in (heads, heads * dim), f"the decays are {a} for {state.type}")
     return z
 
@@ -95,7 +95,7 @@ def _gated_delta_net(
 def gated_delta_net(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
     a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
-    beta_scale: float = 1.0, normalize: bool = False,
+    beta_scale: float = 1.0, normalize: bool = False, floor: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The gated delta rule of a batch with its convolution, gates and norm, between the projections of its block.
 
@@ -105,13 +105,13 @@ def gated_delta_net(
     q, k, v = causal_conv(qkv); o = gated_delta(q, k, v, ssm_decay(a, a_log, bias), sigmoid(b) beta_scale);
     rms_norm(o, norm) act(z), head by head
 
-    kind: of the activation of z
+    kind: of the activation of z; floor: as in ssm_decay
     """
     heads, dim, _ = state.shape[2:]
     mixed = OPS["batched_causal_conv"](qkv, conv_state, batch, conv, kind="silu")
     q, k, v = mixed.split([key_heads * dim, key_heads * dim, z.shape[1]], 1)
     q, k, v = split_heads(q, heads=key_heads), split_heads(k, heads=key_heads), split_heads(v, heads=heads)
-    decay = ssm_decay(a, a_log, bias)
+    decay = ssm_decay(a, a_log, bias, floor=floor)
     decay = decay if decay.shape[1] == heads else split_heads(decay, heads=heads)
     beta = activate(b, kind="sigmoid") * beta_scale
     o = OPS["batched_gated_delta"](q, k, v, decay, beta, state, batch, scale=scale, normalize=normalize)

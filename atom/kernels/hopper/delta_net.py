@@ -20,8 +20,9 @@ from atom.graph import Batch
 from atom.graph.ops.linear_attention import L2_EPS
 from atom.kernels.hopper import STATE_DIMS
 from atom.kernels.hopper.gluon import barrier, jit
-from atom.kernels.triton.activations import activation, softplus
+from atom.kernels.triton.activations import activation
 from atom.kernels.triton.recurrent import delta_net
+from atom.kernels.triton.recurrent.delta_net import logarithm_of_decay
 from atom.kernels.triton.recurrent.states import row_of
 
 # of states that a program has in registers, of several heads: of a few sequences as many as fit, of more half as many,
@@ -59,9 +60,9 @@ def _keep(after, inputs, channels, TAPS: gl.constexpr, SIZE: gl.constexpr):
 def _gated_delta_net(
     qkv, z, a, b, conv_states, states, slots, lengths, conv, a_log, bias, norm, out, qkv_stride, z_stride, a_stride,
     b_stride, SCALE: gl.constexpr, EPS: gl.constexpr, NORM_EPS: gl.constexpr, KIND: gl.constexpr,
-    BETA_SCALE: gl.constexpr, TAPS: gl.constexpr, CONV_KEPT: gl.constexpr, KEPT: gl.constexpr,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, DECAYS: gl.constexpr,
-    EACH: gl.constexpr, WARPS: gl.constexpr,
+    BETA_SCALE: gl.constexpr, FLOOR: gl.constexpr, TAPS: gl.constexpr, CONV_KEPT: gl.constexpr,
+    KEPT: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+    DECAYS: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """EACH: heads whose states are in registers at a time; WARPS: one for 32 of their columns
     DECAYS: of a head, 1 or, with EACH 1, DIM
@@ -124,7 +125,7 @@ def _gated_delta_net(
         step = tl.sigmoid(gl.load(b + token * b_stride + heads).to(gl.float32)) * BETA_SCALE
         gate = gl.load(z + token * z_stride + heads * WIDTH + columns % WIDTH).to(gl.float32)
         value = _convolve(value_input, value_sum, value_weight, dtype)
-        decay = gl.exp(-rate * softplus(raw + shift))
+        decay = gl.exp(logarithm_of_decay(rate, raw + shift, FLOOR))
         if DECAYS > 1:
             state *= gl.convert_layout(decay, ROW)[:, None]
         else:
@@ -159,7 +160,7 @@ def suits(qkv: Tensor, state: Tensor, batch: Batch) -> bool:
 def decode(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
     a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
-    beta_scale: float = 1.0, normalize: bool = False,
+    beta_scale: float = 1.0, normalize: bool = False, floor: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Shapes as in the op."""
     assert batch.slots is not None and state.is_contiguous() and conv_state.is_contiguous() and conv.is_contiguous()
@@ -171,8 +172,8 @@ def decode(
     _gated_delta_net[len(qkv), key_heads](
         qkv, z, a, b, conv_state, state, batch.slots, batch.lengths, conv, a_log, bias, norm, out, qkv.stride(0),
         z.stride(0), a.stride(0), b.stride(0), scale, L2_EPS if normalize else None, eps, kind, beta_scale,
-        conv.shape[1], conv_state.shape[1], kept, key_heads, heads, dim, width, decays, each, warps, num_warps=warps,
-        launch_pdl=True,
+        floor, conv.shape[1], conv_state.shape[1], kept, key_heads, heads, dim, width, decays, each, warps,
+        num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -180,11 +181,11 @@ def decode(
 def gated_delta_net(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
     a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
-    beta_scale: float = 1.0, normalize: bool = False,
+    beta_scale: float = 1.0, normalize: bool = False, floor: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The op: decodes by this kernel, others by Triton's."""
     own = decode if suits(qkv, state, batch) else delta_net.gated_delta_net
     return own(
         qkv, z, a, b, conv_state, state, batch, conv, a_log, bias, norm, key_heads=key_heads, scale=scale, eps=eps,
-        kind=kind, beta_scale=beta_scale, normalize=normalize,
+        kind=kind, beta_scale=beta_scale, normalize=normalize, floor=floor,
     )  # fmt: skip

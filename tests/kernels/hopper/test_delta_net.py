@@ -26,7 +26,7 @@ SIZES: list[dict[str, Any]] = [
     {"key_heads": 1, "heads": 3, "taps": 2, "kind": "sigmoid", "beta_scale": 2.0},
     {"key_heads": 2, "heads": 8, "normalize": False, "key_dim": 64},
     {"key_heads": 1, "heads": 4, "value_dim": 64},  # four heads at a time
-    {"key_heads": 2, "heads": 4, "by_dim": True, "kind": "sigmoid"},
+    {"key_heads": 2, "heads": 4, "by_dim": True, "kind": "sigmoid", "floor": -5.0},
     {"key_heads": 2, "heads": 4, "state_dtype": torch.bfloat16},
 ]
 
@@ -41,7 +41,10 @@ def emulated() -> SimpleNamespace:
     def row_of(slot: Tensor, num_tokens: Tensor, kept: int) -> Tensor:
         return slot.long() * kept + num_tokens % kept
 
-    return emulate(delta_net, activation=activation, softplus=torch.nn.functional.softplus, row_of=row_of)
+    def logarithm_of_decay(rate: Tensor, raw: Tensor, floor: float | None) -> Tensor:
+        return -rate * torch.nn.functional.softplus(raw) if floor is None else floor * torch.sigmoid(rate * raw)
+
+    return emulate(delta_net, activation=activation, logarithm_of_decay=logarithm_of_decay, row_of=row_of)
 
 
 def check(device: str, run: Callable[..., Tensor], count: int, kept: int, sizes: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ DECAYS = 512  # of a token, that a warp computes: by dim there are many
 
 @jit(do_not_specialize_on_alignment=["a", "b"])
 def _gated_delta_gates(
-    a, b, a_log, bias, decay, beta, a_stride, b_stride, BETA_SCALE: tl.constexpr, HEADS: tl.constexpr,
-    DECAYS: tl.constexpr, PDL: tl.constexpr,
+    a, b, a_log, bias, decay, beta, a_stride, b_stride, BETA_SCALE: tl.constexpr, FLOOR: tl.constexpr,
+    HEADS: tl.constexpr, DECAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a token: the logarithms of its decays [DECAYS], and beta [HEADS]."""
     wait_for_inputs(PDL)
@@ -39,7 +39,13 @@ def _gated_delta_gates(
     rate = tl.exp(tl.load(a_log + numbers // (DECAYS // HEADS), mask=is_number, other=0.0).to(tl.float32))
     raw = tl.load(a + token * a_stride + numbers, mask=is_number, other=0.0).to(tl.float32)
     raw += tl.load(bias + numbers, mask=is_number, other=0.0).to(tl.float32)
-    tl.store(decay + token * DECAYS + numbers, -rate * softplus(raw), mask=is_number)
+    tl.store(decay + token * DECAYS + numbers, logarithm_of_decay(rate, raw, FLOOR), mask=is_number)
+
+
+@jit
+def logarithm_of_decay(rate, raw, FLOOR: tl.constexpr):
+    """rate and raw fp32 -> fp32, as the op `ssm_decay`"""
+    return -rate * softplus(raw) if FLOOR is None else FLOOR * tl.sigmoid(rate * raw)
 
 
 @jit
@@ -64,7 +70,7 @@ def _gated_delta_norm(
 def gated_delta_net(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, state: Tensor, batch: Batch, conv: Tensor,
     a_log: Tensor, bias: Tensor, norm: Tensor, *, key_heads: int, scale: float, eps: float, kind: str = "silu",
-    beta_scale: float = 1.0, normalize: bool = False,
+    beta_scale: float = 1.0, normalize: bool = False, floor: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Shapes as in the op. What it gives for tokens of no sequence is unset."""
     assert batch.slots is not None and state.is_contiguous() and conv_state.is_contiguous() and conv.is_contiguous()
@@ -78,8 +84,8 @@ def gated_delta_net(
     beta = b.new_empty(num_tokens, heads, dtype=torch.float32)
     warps = max(1, min(8, next_power_of_2(a.shape[1]) // DECAYS))
     _gated_delta_gates[num_tokens,](
-        a, b, a_log, bias, decay, beta, a.stride(0), b.stride(0), beta_scale, heads, a.shape[1], num_warps=warps,
-        **options,
+        a, b, a_log, bias, decay, beta, a.stride(0), b.stride(0), beta_scale, floor, heads, a.shape[1],
+        num_warps=warps, **options,
     )  # fmt: skip
     keys, queries = k.view(num_tokens, key_heads, dim), q.view(num_tokens, key_heads, dim)
     o = batched_gated_delta(queries, keys, v.view(num_tokens, heads, width), decay, beta, state, batch, scale=scale,

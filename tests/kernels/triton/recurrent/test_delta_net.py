@@ -20,7 +20,7 @@ NET = find_kernel(ops.gated_delta_net, "triton").load(LoadContext())
 SIZES: list[dict[str, Any]] = [
     {"key_heads": 2, "heads": 4},
     {"key_heads": 1, "heads": 3, "key_dim": 8, "value_dim": 17, "taps": 2},
-    {"key_heads": 2, "heads": 2, "by_dim": True, "kind": "sigmoid", "beta_scale": 2.0},
+    {"key_heads": 2, "heads": 2, "by_dim": True, "kind": "sigmoid", "beta_scale": 2.0, "floor": -5.0},
 ]
 
 

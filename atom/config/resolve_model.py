@@ -18,6 +18,7 @@ from atom.config.schema import (
     BlockConfig,
     BlockSettings,
     Config,
+    GatedDeltaConfig,
     Group,
     Mamba2Config,
     MLPConfig,
@@ -218,6 +219,7 @@ def derive_block(config: Config, block: BlockConfig, at: str, max_model_len: int
         return replace(block, attention=attention)
     if block.gated_delta is not None:
         check_multiple(block.gated_delta, "value_heads", "key_heads", f"{at}.gated_delta")
+        check_decay(block.gated_delta, f"{at}.gated_delta")
     if block.mamba2 is not None:
         check_multiple(block.mamba2, "heads", "groups", f"{at}.mamba2")
         check_steps(block.mamba2, f"{at}.mamba2")
@@ -315,6 +317,14 @@ def check_steps(block: Mamba2Config, at: str) -> None:
     """Check that the limits of time steps are in order."""
     if block.step_max is not None and block.step_max < block.step_min:
         raise ConfigError(f"{at}.step_max={block.step_max} is less than step_min={block.step_min}")
+
+
+def check_decay(block: GatedDeltaConfig, at: str) -> None:
+    """Check that decays are below 1, and by dim for one reason."""
+    if block.decay_floor is not None and block.decay_floor >= 0:
+        raise ConfigError(f"{at}.decay_floor={block.decay_floor} is not below 0, as logarithms of decays are")
+    if block.decay_by_dim and block.decay_rank is not None:
+        raise ConfigError(f"{at}.decay_by_dim=true: with decay_rank={block.decay_rank}, decays are; leave it out")
 
 
 def check_branches(model: ModelConfig) -> None:
@@ -523,10 +533,12 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    check_only_gqa(attention, at)
+    check_only_gqa(replace(attention, gate="none"), at)
     for name, value in (("sinks", False), ("window", None)):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
+    if attention.gate == "query":
+        raise UnsupportedError(f"{at}.gate=query is not supported for kind mla (supported: none, element, head)")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
     if attention.index is not None:
         check_index(attention, at)

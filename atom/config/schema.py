@@ -143,9 +143,9 @@ class AttentionConfig:
     qkv_order: str = one_of("qkv", "qvk")  # gqa: in which a stored tensor has them
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of rope and norms of heads
-    gate: str = one_of("none", "query", "element", "head")  # gqa: of the output; query: stored with each head's queries
+    gate: str = one_of("none", "query", "element", "head")  # of the output; query: gqa, stored with each head's queries
     gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
-    gate_bias: bool = False  # gqa, gate=element: on it, a number for each head
+    gate_bias: bool = False  # gate=element: on it, a number for each head
     o_norm: str = one_of("none", "whole", "per_head")  # gqa: of what o reads; per_head: ahead of the gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
@@ -268,7 +268,9 @@ class GatedDeltaConfig:
     beta_scale: float = number(1.0, 0, above=True)  # of how far the state moves towards a value
     decay_rank: int | None = number(
         None, 1, INT32
-    )  # of two linears, which give each key dim its decay; null: one a head
+    )  # of two linears, which give each key dim its decay; null: one linear
+    decay_by_dim: bool = False  # that linear gives each key dim its decay, not each head
+    decay_floor: float | None = number(None, -100)  # the lowest logarithm of a decay, below 0; null: there is none
     gate_rank: int | None = number(None, 1, INT32)  # of two linears of the output's gate; null: one linear
     gate_act: str = one_of("silu", "sigmoid")  # of the output's gate
 

@@ -22,7 +22,7 @@ from atom.graph.recipes import Measured
 
 def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Grouped-query attention (Ainslie et al. 2023)."""
-    model, heads, dim = writer.model, attention.heads, required(attention.head_dim)
+    model, dim = writer.model, required(attention.head_dim)
     if writer.segments is not None:
         return segmented(writer, h, attention, rotary, layer)
     value_dim, window, kv_layer = attention.value_dim or dim, window_of(model, attention, layer), model.kv_layer(layer)
@@ -45,14 +45,7 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
     if attention.o_norm == "per_head":
         a = writer.norm(a, "o_norm", layer, name="a")
-    if attention.gate == "head":
-        gate = writer.call(ops.split_heads, writer.linear(h, "o_gate", heads, False, layer), heads=heads, name="gate")
-        a = weigh(writer, a, gate, attention)
-    a = writer.call(ops.merge_heads, a, name="a")
-    if attention.gate == "element":
-        gate = gate_by_element(writer, h, attention, value_dim, layer)
-    if attention.gate in ("query", "element"):
-        a = weigh(writer, a, required(gate), attention)
+    a = merge_gated(writer, a, h, attention, layer, gate)
     if attention.o_norm == "whole":
         a = writer.norm(a, "o_norm", layer, name="a")
     return writer.linear(a, "o", model.hidden, attention.o_bias, layer)
@@ -159,6 +152,24 @@ def alibi_slopes(heads: int, scale: float) -> Recipe:
     return cat(tuple(Full(2 ** (-8 * step) * scale, Type("fp32", (1,))) for step in steps))
 
 
+def merge_gated(
+    writer: Writer, a: Node, h: Node, attention: AttentionConfig, layer: int, gate: Node | None = None
+) -> Node:
+    """a [T, N, V] -> [T, N V], times the gate that the block has
+
+    h: what the block reads [T, H]
+    gate: that was stored with q [T, N V], if there is one
+    """
+    heads, value_dim = attention.heads, int(a.meta["type"].shape[-1])
+    if attention.gate == "head":
+        by_head = writer.linear(h, "o_gate", heads, False, layer)
+        a = weigh(writer, a, writer.call(ops.split_heads, by_head, heads=heads, name="gate"), attention)
+    a = writer.call(ops.merge_heads, a, name="a")
+    if attention.gate == "element":
+        gate = gate_by_element(writer, h, attention, value_dim, layer)
+    return a if gate is None else weigh(writer, a, gate, attention)
+
+
 def gate_by_element(writer: Writer, h: Node, attention: AttentionConfig, dims: int, layer: int) -> Node:
     """The gate [T, N dims] that a linear of its own gives; its bias, if any, is a number for each head."""
     rows, bias = attention.heads * dims, None
@@ -221,7 +232,7 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
     a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *more, scale=scale, name="a")
-    return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+    return writer.linear(merge_gated(writer, a, h, attention, layer), "o", model.hidden, attention.o_bias, layer)
 
 
 def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:

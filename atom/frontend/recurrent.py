@@ -25,7 +25,8 @@ def short_conv(writer: Writer, h: Node, block: ShortConvConfig, layer: int) -> N
 def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) -> Node:
     """out(norm(o) * act(z)) of what a linear attention with the gated delta rule gives (Yang et al. 2024)."""
     heads, key, value = block.value_heads, block.key_heads * block.key_dim, block.value_heads * block.value_dim
-    decays = heads if block.decay_rank is None else heads * block.key_dim
+    has_decay_by_dim = block.decay_by_dim or block.decay_rank is not None
+    decays = heads * block.key_dim if has_decay_by_dim else heads
     chunks = block.key_heads if block.by_head else 1
     read_by = {"delta_z": h, "delta_a": h}  # what some linears read in place of h
     for role, rank in (("delta_z", block.gate_rank), ("delta_a", block.decay_rank)):
@@ -39,7 +40,8 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     z = writer.multiply(read_by["delta_z"], z_weight, role="delta_z", layer=layer, name="z")
     # of few rows, which are not worth packing
     beta = writer.multiply(h, weights["delta_beta"], role="delta_beta", layer=layer, name="beta")
-    a = writer.multiply(read_by["delta_a"], weights["delta_a"], role="delta_a", layer=layer, name="a")
+    a_weight = writer.packed(weights["delta_a"], "delta_a", layer) if block.decay_by_dim else weights["delta_a"]
+    a = writer.multiply(read_by["delta_a"], a_weight, role="delta_a", layer=layer, name="a")
     conv_rows = {role.replace("delta", "delta_conv"): rows[role] for role in QKV}
     qkv = causal_conv(writer, qkv, conv_rows, block.taps, False, layer, "silu")
     q, k, v = writer.call(ops.split, qkv, sizes=[key, key, value], name=("q", "k", "v"))
@@ -50,8 +52,9 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     beta = writer.call(ops.activate, beta, kind="sigmoid", name="beta")
     beta = writer.scale(beta, None if block.beta_scale == 1 else block.beta_scale)
     rates = (number_by_head(writer, "delta_decay", heads, layer), number_by_head(writer, "delta_step", decays, layer))
-    decay = writer.call(ops.ssm_decay, a, *rates, name="decay")
-    if block.decay_rank is not None:
+    floor = {} if block.decay_floor is None else {"floor": block.decay_floor}
+    decay = writer.call(ops.ssm_decay, a, *rates, **floor, name="decay")
+    if has_decay_by_dim:
         decay = writer.call(ops.split_heads, decay, heads=heads, name="decay")
     state = layer_state(writer, layer, heads, block.key_dim, block.value_dim)
     scale, eps = block.key_dim**-0.5, writer.model.norm.eps if block.eps is None else block.eps

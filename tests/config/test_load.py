@@ -834,6 +834,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.attention.kind=mla", "model.attention.kv_rank has no value; kind mla needs it"),
         ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, sinks: true}", "sinks=true is not supported for kind mla"),
         ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, window: 9}", "window=9 is not supported for kind mla"),
+        ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, gate: query}", "gate=query is not supported for kind mla"),
         ("model.attention.rope.kind=llama3", "model.attention.rope: kind llama3 needs a factor"),
         ("model.attention.rope.kind=longrope", "there are 0 factors, one for each of the 6 frequencies are needed"),
         ("model.attention.rope={kind: factors, factors: [1.0, 2.0]}", "there are 2 factors, one for each of the 6"),
@@ -1047,6 +1048,7 @@ def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
 
 WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
     "bailing_moe_v2": (None, "think"),
+    "bailing_moe_v3": (None, "think"),
     "cwm": (None, "think"),
     "deepseek_v3": ("deepseek_v3", "think"),
     "exaone4": ("tagged_json", "think"),

@@ -119,6 +119,8 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("branches: {conv: [attention>conv]}", ["model.residual=parallel"], "model.branches.conv: a block ahead of another is for model.residual=sequential with norms before"),
         ("shared_blocks: 2", [], "model.shared_blocks=2: model.branches has no a>b; leave it out"),
         ("  own: {mlp: {kind: plain, width: 8, adapter_rank: 4}}", [], "model.blocks.own.mlp.adapter_rank=4 is for kind gated, not for kind plain"),
+        ("  delta: {gated_delta: {key_heads: 4, value_heads: 4, key_dim: 8, value_dim: 8, decay_floor: 0.0}}", [], "model.blocks.delta.gated_delta.decay_floor=0.0 is not below 0, as logarithms of decays are"),
+        ("  delta: {gated_delta: {key_heads: 4, value_heads: 4, key_dim: 8, value_dim: 8, decay_rank: 2, decay_by_dim: true}}", [], "model.blocks.delta.gated_delta.decay_by_dim=true: with decay_rank=2, decays are; leave it out"),
         ("  delta: {mamba2: {heads: 4, head_dim: 8, state: 8, step_min: 0.2, step_max: 0.1}}", [], "model.blocks.delta.mamba2.step_max=0.1 is less than step_min=0.2"),
         ("scales: {gat: 2.0}", [], "model.scales.gat: there is no such name (did you mean gate?)"),
         ("scales: {q_norm: 2.0}", [], "model.scales.q_norm: there is no such name"),

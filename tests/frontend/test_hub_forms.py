@@ -355,6 +355,16 @@ FORMS = {
         without=("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
         names={r"layers\.0\.block_sparse_moe\.": "layers.0.mlp."},  # the dense layer
     ),
+    "bailing_moe_v3": HubForm(
+        f"{VLLM}/bailing_moe_v3.py; inclusionAI/Ling-3.0-flash",
+        fields={"architectures": ["BailingMoeV3ForCausalLM"], "max_position_embeddings": 256, "num_experts_per_tok": 3, "n_group": 4, "norm_topk_prob": True,
+                "moe_shared_expert_intermediate_size": 24, "gated_attention_proj_granularity_type": "head_wise", "no_kda_lora": True, "use_bias": False,
+                "use_qkv_bias": False, "use_qk_norm": True, "score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+                "moe_router_enable_expert_bias": True, "rope_interleave": True, "partial_rotary_factor": 0.5, "rope_scaling": None, "head_dim": 10},
+        without=("layer_types", "mlp_layer_types", "model_max_length", "num_experts_per_token", "num_expert_group", "moe_renormalize", "rope_parameters",
+                 "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim"),
+        names={r"layers\.([02])\.attention\.dense": r"layers.\1.attention.o_proj"},
+    ),
     "afmoe": HubForm(
         f"{VLLM}/afmoe.py; arcee-ai/Trinity-Mini",
         changes={"layer_types": None, "global_attn_every_n_layers": 2},

@@ -78,6 +78,7 @@ RECURRENT = [
     ("qwen3_5", 3, {"num_attention_heads": 3, "num_key_value_heads": 1, "linear_num_key_heads": 1}),
     ("olmo_hybrid", 2, {}),
     ("kimi_linear", 2, {"linear_num_heads": 4}),
+    ("bailing_moe_v3", 2, {"num_attention_heads": 4}),
     ("bamba", 2, {}),
     ("granitemoehybrid_stacked", 2, {}),  # a norm over the heads of all ranks
     ("nemotron_h", 3, {"num_attention_heads": 3, "num_key_value_heads": 1}),

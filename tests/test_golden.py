@@ -47,7 +47,7 @@ TEXTS = {
     "voxtral",
 }  # of models that read images or hear
 BY_NAME = {
-    "baichuan", "bailing_moe", "chatglm", "deepseek", "internlm2", "mimo", "minicpm", "orion", "ouro", "pangu_embedded", "param2moe",
+    "alice_ai", "baichuan", "bailing_moe", "chatglm", "deepseek", "internlm2", "kimi_k3", "mimo", "minicpm", "orion", "ouro", "pangu_embedded", "param2moe",
 }  # fmt: skip  # which transformers has no class of
 OTHERS = ABSTRACT | TEXTS | BY_NAME | {"nemotron_h_moe"} | tiny.COMBINED.keys()  # whose blocks the texts of others have
 CONFIG_OF = {"qwen3_vl_moe": "qwen3_moe"}  # the text_config of the first has the fields of the second

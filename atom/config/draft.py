@@ -17,8 +17,8 @@ def check_fits(model: ModelConfig, draft: ModelConfig) -> None:
     if hidden != model.hidden:
         raise ConfigError(f"it drafts for a model with a hidden size of {hidden}, not {model.hidden}; take another one")
     outside = [layer for layer in find_aux_layers(eagle3, model.layers) if not 0 <= layer <= model.layers]
-    if model.streams.num > 1:
-        raise UnsupportedError(f"it reads hidden states of one stream, the model has {model.streams.num}")
+    if model.streams.kind != "one":
+        raise UnsupportedError(f"it reads hidden states of one stream, the model has kind {model.streams.kind}")
     if outside:
         raise ConfigError(f"it reads the input of layer {outside[0]} of the model, which has {model.layers} layers")
 

@@ -24,6 +24,7 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
 from atom.checkpoint import Checkpoint, open_checkpoint
+from atom.checkpoint.folder import with_inner_configs
 from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF
 from atom.config.overrides import parse, plain, rewrite
@@ -122,7 +123,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         except UnreachableError:
             if usual is None or usual.spec["usual"].get("config") is None or value("revision") is not None:
                 raise
-            hf, generation = usual.read_config("usual"), {}  # job=explain needs no more
+            hf, generation = with_inner_configs(usual.read_config("usual")), {}  # job=explain needs no more
         else:
             hf, generation = described.config, described.generation_config
             name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name

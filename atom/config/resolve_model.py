@@ -47,6 +47,7 @@ NOT_SCALED = re.compile(
     r"(per_layer_)?embedding|head|layer|router(_in|_mid_[12])?|cca_(head_)?conv|altup_(router|predict|correct)|.*norm"
 )
 SWIGLUOAI_LIMIT = 7.0  # of gate and up, if none is set
+GATED_ONLY = ("swigluoai", "swiglustep", "situ")  # activations of gate and up
 SPARSE_MIXED = 2  # experts of a token that sparsemixer chooses
 ROPE_FIELDS = {  # that a kind of rope reads, besides kind and theta
     "linear": ("factor",),
@@ -96,7 +97,7 @@ OF_SUMS: dict[str, Any] = {  # fields of a model and their only values where blo
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|(index_)?run_bias"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|(index_)?run_bias|(attention|mlp|final)_mix_norm"
 )
 
 
@@ -323,6 +324,8 @@ def check_decay(block: GatedDeltaConfig, at: str) -> None:
     """Check that decays are below 1, and by dim for one reason."""
     if block.decay_floor is not None and block.decay_floor >= 0:
         raise ConfigError(f"{at}.decay_floor={block.decay_floor} is not below 0, as logarithms of decays are")
+    if block.decay_rows is not None and block.decay_rows < block.value_heads:
+        raise ConfigError(f"{at}.decay_rows={block.decay_rows} are fewer than value_heads={block.value_heads}")
     if block.decay_by_dim and block.decay_rank is not None:
         raise ConfigError(f"{at}.decay_by_dim=true: with decay_rank={block.decay_rank}, decays are; leave it out")
 
@@ -361,22 +364,36 @@ def check_branches(model: ModelConfig) -> None:
 def check_streams(model: ModelConfig) -> None:
     """Check that several streams are of layers which can read and write them."""
     kind, num = model.streams.kind, model.streams.num
-    at = f"model.streams.num={num}"
-    if (kind == "one") != (num == 1):
-        raise ConfigError(f"{at}: kind {kind} is of {'one stream' if kind == 'one' else 'several streams'}")
-    for name, default in (("loops", 1), ("sections", []), ("mtp_layers", 0), ("layer_scalar", False)):
-        if num > 1 and (value := getattr(model, name)) != default:
-            raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
+    if (kind in ("one", "attention_residuals")) != (num == 1):
+        several = "one stream" if num > 1 else "several streams"
+        raise ConfigError(f"model.streams.num={num}: kind {kind} is of {several}")
+    if (kind == "attention_residuals") != (model.streams.layers is not None):
+        has = "needs a number" if model.streams.layers is None else "has none"
+        raise ConfigError(f"model.streams.layers={spelled(model.streams.layers)}: kind {kind} {has}")
     if kind != "hyper":
-        for each in fields(StreamsConfig)[2:]:
-            if (value := getattr(model.streams, each.name)) != each.default:
-                raise ConfigError(f"model.streams.{each.name}={spelled(value)} is for kind hyper, not for kind {kind}")
+        for name in ("rounds", "eps", "write_scale", "write_eps", "merge"):
+            if (value := getattr(model.streams, name)) != getattr(StreamsConfig, name):
+                raise ConfigError(f"model.streams.{name}={spelled(value)} is for kind hyper, not for kind {kind}")
+    if kind == "one":
         return
+    for name, default in (("loops", 1), ("sections", []), ("mtp_layers", 0), ("layer_scalar", False)):
+        if (value := getattr(model, name)) != default:
+            at = f"model.streams.kind={kind}"
+            raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
+    if kind in ("hyper", "attention_residuals"):
+        check_added(model)
+
+
+def check_added(model: ModelConfig) -> None:
+    """Check that nothing is asked of the hidden states that blocks would add to."""
+    at = f"model.streams.kind={model.streams.kind}"
     for name, only in OF_SUMS.items():
         if (given := operator.attrgetter(name)(model)) != only:
             raise UnsupportedError(f"{at}: model.{name}={spelled(given)} is of blocks that are added; leave it out")
     if any(each.kept != 1 or each.stored for each in model.block_scales.values()):
         raise UnsupportedError(f"{at}: model.block_scales.*.kept is of blocks that are added; leave it out")
+    if any(group.later for layer in range(model.layers) for group in model.groups_of(layer)):
+        raise UnsupportedError(f"{at}: branches with a~b are of blocks that are added; leave them out")
 
 
 def check_kv_layers(model: ModelConfig) -> None:
@@ -648,7 +665,7 @@ def is_of_layer(name: str, value: float) -> bool:
 def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
     check_by_layer(mlp, at, num_layers)
     is_plain = mlp.kind == "plain" or (mlp.kind == "moe" and mlp.expert == "plain")
-    if is_plain and mlp.activation.startswith("swiglu"):
+    if is_plain and mlp.activation in GATED_ONLY:
         raise UnsupportedError(f"{at}.activation={mlp.activation} is for gated mlps, not for plain ones")
     if mlp.activation == "xielu" and mlp.kind != "plain":
         raise UnsupportedError(f"{at}.activation=xielu is for kind plain, not for kind {mlp.kind}")
@@ -661,8 +678,8 @@ def derive_mlp(mlp: MLPConfig, at: str, num_layers: int) -> MLPConfig:
         return mlp
     if mlp.expert_norm and (mlp.expert == "plain" or mlp.zero_experts):
         raise UnsupportedError(f"{at}.expert_norm=true is for gated experts, all of which compute something")
-    if mlp.latent_norm and mlp.latent is None:
-        raise ConfigError(f"{at}.latent_norm=true: there is no latent; set {at}.latent, or leave it out")
+    if mlp.latent_norm != "none" and mlp.latent is None:
+        raise ConfigError(f"{at}.latent_norm={mlp.latent_norm}: there is no latent; set {at}.latent, or leave it out")
     for name in ("experts", "top_k"):
         if getattr(mlp, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")

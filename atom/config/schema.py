@@ -213,12 +213,12 @@ class MLPConfig:
     widths: list[int] | None = None  # gated, plain: by layer, in place of width; null: all have that
     sparsity: list[float] | None = None  # gated: by layer, the share of a gate's columns that become 0; 0, null: none
     activation: str = one_of(
-        "silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "swigluoai", "swiglustep", "xielu"
-    )  # relu2: relu²; swiglustep: silu, whose result is clamped by limit
+        "silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "swigluoai", "swiglustep", "situ", "xielu"
+    )  # relu2: relu²; swiglustep: silu, whose result is clamped by limit; situ: soft clamps, of up by limit
     limit: float | None = number(None, 0, above=True)  # gate and up are clamped to it; null: not, for swigluoai to 7
     limits: list[float | None] | None = None  # by layer, in place of limit; 0, null: not clamped
     shared_limits: list[float | None] | None = None  # by layer, of the shared expert; null: as the experts
-    alpha: float = number(1.702, 0, above=True)  # swigluoai
+    alpha: float = number(1.702, 0, above=True)  # swigluoai: of the sigmoid's input; situ: limit of the gate
     bias: bool = False  # on its linears, those of experts too
     down_norm: bool = False  # gated, plain: what down reads is normed
     shared_bias: bool | None = None  # moe: on those of the shared expert; null: as bias
@@ -236,7 +236,7 @@ class MLPConfig:
     zero_gives: str = one_of("input", "nothing")  # moe: what these give
     after_norm: bool = False  # moe: the sum of experts is normed, by the role moe_norm
     expert_norm: bool = False  # moe: what each expert gives is normed, by the role expert_after_norm
-    latent_norm: bool = False  # moe: the latent is normed
+    latent_norm: str = one_of("none", "before", "after")  # moe: of what experts read in the latent, or of their sum
     transposed: bool = False  # moe: plain experts are stored [in, out]
     down_transposed: bool | None = None  # moe: their down projections are; null: as transposed
     interleaved: bool = False  # moe: gate and up are stored in turns
@@ -270,6 +270,7 @@ class GatedDeltaConfig:
         None, 1, INT32
     )  # of two linears, which give each key dim its decay; null: one linear
     decay_by_dim: bool = False  # that linear gives each key dim its decay, not each head
+    decay_rows: int | None = number(None, 1, INT32)  # stored rates, of which heads have the first; null: heads
     decay_floor: float | None = number(None, -100)  # the lowest logarithm of a decay, below 0; null: there is none
     gate_rank: int | None = number(None, 1, INT32)  # of two linears of the output's gate; null: one linear
     gate_act: str = one_of("silu", "sigmoid")  # of the output's gate
@@ -359,9 +360,11 @@ class StreamsConfig:
     """Residual streams: the hidden states that layers read and write."""
 
     kind: str = one_of(
-        "one", "altup", "hyper"
-    )  # altup: each layer computes one, and predicts and corrects the others; hyper: each block reads and writes all
-    num: int = number(1, 1, MAX_STREAMS)  # of them
+        "one", "altup", "hyper", "attention_residuals"
+    )  # altup: each layer computes one, and predicts and corrects the others; hyper: each block reads and writes all;
+    # attention_residuals: blocks read a softmax over sums of what the blocks of so many layers gave
+    num: int = number(1, 1, MAX_STREAMS)  # of them; attention_residuals: 1, as sums become more
+    layers: int | None = number(None, 1, MAX_LAYERS)  # attention_residuals: of a sum
     rounds: int = number(0, 0, 1 << 10)  # hyper: that make mixing matrices doubly stochastic; 0: they are not mixed
     eps: float = number(1e-6, 0)  # hyper: added to what streams are read by, to mixing matrices and sums of these
     write_scale: float = number(2.0, 0, above=True)  # hyper: the most of a block's result that a stream takes

@@ -53,10 +53,9 @@ def gate_rule(mlp: MLPConfig, layer: int, is_shared: bool = False) -> dict[str, 
     """
     limits = mlp.shared_limits if is_shared and mlp.shared_limits is not None else mlp.limits
     limit = mlp.limit if limits is None or layer >= len(limits) else limits[layer] or None
-    if limit is None:
-        return {"kind": "silu" if mlp.activation == "swiglustep" else mlp.activation}
-    alpha = {"alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
-    return {"kind": mlp.activation, "limit": limit, **alpha}
+    kind = "silu" if mlp.activation == "swiglustep" and limit is None else mlp.activation
+    given = {"limit": limit, "alpha": mlp.alpha if kind in ("swigluoai", "situ") else None}
+    return {"kind": kind, **{name: value for name, value in given.items() if value is not None}}
 
 
 def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int, _x: Node) -> Node:
@@ -88,7 +87,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
     """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
     weights, ids = _choose(writer, router_input(writer, x, layer) if mlp.router.own_norm else h, mlp, layer)
     read = h if mlp.latent is None else writer.linear(h, "latent_in", mlp.latent, False, layer)
-    read = writer.norm(read, "latent_norm", layer, name="latent") if mlp.latent_norm else read
+    read = writer.norm(read, "latent_norm", layer, name="latent") if mlp.latent_norm == "before" else read
     if mlp.router.weighs == "inputs":
         read, weights = writer.call(ops.weigh_inputs, read, weights, name=("weighed", "ones"))
     y = _experts(writer, read, weights, ids, mlp, layer)
@@ -96,6 +95,7 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int, x: Node) -> Node:
         share = writer.call(ops.identity_share, read, weights, ids, experts=mlp.experts, name="share")
         y = writer.call(ops.add, y, writer.call(ops.mul, read, share, name="kept"), name="y")
     if mlp.latent is not None:
+        y = writer.norm(y, "latent_norm", layer, name="y") if mlp.latent_norm == "after" else y
         y = writer.linear(y, "latent_out", writer.model.hidden, False, layer)
     if mlp.shared_width is not None:
         y = writer.call(ops.add, y, _shared(writer, h, mlp, layer), name="y")

@@ -10,7 +10,7 @@ from torch.fx import Node
 from atom.config import GatedDeltaConfig, LightningConfig, Mamba2Config, MambaConfig, ShortConvConfig
 from atom.frontend.writer import Writer
 from atom.graph import Full, LatestState, Recipe, Type, W, ops
-from atom.graph.recipe_ranges import cat
+from atom.graph.recipe_ranges import cat, narrow
 
 
 def short_conv(writer: Writer, h: Node, block: ShortConvConfig, layer: int) -> Node:
@@ -51,7 +51,8 @@ def gated_delta(writer: Writer, h: Node, block: GatedDeltaConfig, layer: int) ->
     )
     beta = writer.call(ops.activate, beta, kind="sigmoid", name="beta")
     beta = writer.scale(beta, None if block.beta_scale == 1 else block.beta_scale)
-    rates = (number_by_head(writer, "delta_decay", heads, layer), number_by_head(writer, "delta_step", decays, layer))
+    rate = narrow(number_by_head(writer, "delta_decay", block.decay_rows or heads, layer), 0, heads)
+    rates = (rate, number_by_head(writer, "delta_step", decays, layer))
     floor = {} if block.decay_floor is None else {"floor": block.decay_floor}
     decay = writer.call(ops.ssm_decay, a, *rates, **floor, name="decay")
     if has_decay_by_dim:

@@ -11,7 +11,7 @@
 Only these functions know what states are. Of one stream, they are the hidden states, to which blocks add. Several lie
 side by side in one value [T, S H], so that stages of a pipeline meet at it, as at any hidden states.
 `ops.mix_streams` is what reads, mixes and writes them: sums of weighted streams, of which each token has its own
-weights.
+weights. Attention residuals are values of their own, since there are more of them in later layers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from atom.config import Group, ModelConfig
 from atom.frontend.per_layer_input import add_per_layer_input, per_layer_output
-from atom.frontend.writer import Writer
+from atom.frontend.writer import Writer, required
 from atom.graph import Apply, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.recipe_ranges import cat, narrow
 
@@ -37,8 +37,9 @@ SHARES = {  # kind of a residual gate -> functions of its vector: shares of what
     "given": (None, "scale"),
 }
 
-End = Callable[[Node], Node]  # states -> states
-Write = Callable[[Node, Node], Node]  # y and h [T, H] -> states
+States = Any  # a Node, or `Sums`
+End = Callable[[States], States]
+Write = Callable[[Node, Node], States]  # y and h [T, H] -> states
 
 
 class Place(NamedTuple):
@@ -51,10 +52,10 @@ class Place(NamedTuple):
 
 
 class Streams(NamedTuple):
-    spread: Callable[[Writer, Node], Node]  # x [T, H] -> states
-    connect_layer: Callable[[Writer, Node, int, Node | None], tuple[Node, End]]  # states, a layer, its own input
-    connect_block: Callable[[Writer, Node, Place], tuple[Node, Write]]
-    merge: Callable[[Writer, Node], Node]  # states -> [T, H]
+    spread: Callable[[Writer, Node], States]  # of x [T, H]
+    connect_layer: Callable[[Writer, States, int, Node | None], tuple[States, End]]  # states, a layer, its own input
+    connect_block: Callable[[Writer, States, Place], tuple[Node, Write]]
+    merge: Callable[[Writer, States], Node]  # to [T, H]
 
 
 def keep(_writer: Writer, x: Node) -> Node:
@@ -267,8 +268,55 @@ def names_of(writer: Writer, name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{stream}" for stream in range(writer.model.streams.num))
 
 
+class Sums(NamedTuple):
+    """What blocks gave, added up."""
+
+    kept: tuple[Node, ...]  # the embedding [T, H], then the sum of each run of layers
+    last: Node | None  # of the layers since then; None: no block has given anything
+
+
+def spread_sums(_writer: Writer, x: Node) -> Sums:
+    return Sums((), x)
+
+
+def keep_layer(_writer: Writer, sums: Sums, _layer: int, _own: Node | None) -> tuple[Sums, End]:
+    return sums, lambda sums: sums
+
+
+def connect_residuals(writer: Writer, sums: Sums, place: Place) -> tuple[Node, Write]:
+    """Attention residuals (Kimi Team 2026): a block reads a softmax over sums, and adds to the last one.
+
+    The first block of each run of layers begins a sum.
+    """
+    if place.number == 0 and place.layer % required(writer.model.streams.layers) == 0:
+        sums = Sums((*sums.kept, required(sums.last)), None)
+
+    def write(y: Node, _h: Node) -> Sums:
+        last = y if sums.last is None else writer.call(ops.add, sums.last, y, name="x")
+        return sums._replace(last=last)
+
+    return attend(writer, sums, place.role, place.layer), write
+
+
+def merge_sums(writer: Writer, sums: Sums) -> Node:
+    return attend(writer, sums, "final")
+
+
+def attend(writer: Writer, sums: Sums, role: str, layer: int | None = None) -> Node:
+    """The sums, weighted -> [T, H]"""
+    read, hidden = [*sums.kept, *([] if sums.last is None else [sums.last])], writer.model.hidden
+    if len(read) == 1:
+        return read[0]
+    norm = W(writer.name(f"{role}_mix_norm", layer), Type(writer.dtype, (hidden,)))
+    query = writer.matrix(f"{role}_mix", (1, hidden), layer)
+    eps = writer.model.norm.eps
+    attended: Node = writer.call(ops.attend_residuals, norm, query, *read, eps=eps, name="read")
+    return attended
+
+
 STREAMS = {
     "one": Streams(keep, connect_one, connect_sum, keep),
     "altup": Streams(spread_altup, connect_altup, connect_sum, merge_altup),
     "hyper": Streams(spread_hyper, connect_all, connect_hyper, merge_hyper),
+    "attention_residuals": Streams(spread_sums, keep_layer, connect_residuals, merge_sums),
 }

@@ -1067,6 +1067,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "hunyuan_moe": (None, "think"),
     "kimi_k2": ("kimi_k2", "think"),
     "kimi_k25": ("kimi_k2", "think"),
+    "kimi_k3": ("kimi_k3", ["<|open|>think<|sep|>", "<|close|>think<|sep|>"]),
     "kimi_vl": (None, ["◁think▷", "◁/think▷"]),
     "llama": ("python_tag", None),
     "lfm2": ("lfm2", "think"),

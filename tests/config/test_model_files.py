@@ -74,6 +74,7 @@ def test_without_the_hub_it_is_described_by_the_file_next_to_it(monkeypatch: pyt
         ("deepseek_v3", 61, 256, "fp8[128, 128]"),
         ("gpt_oss", 24, 32, "mxfp4"),
         ("kimi_k2", 61, 384, "ct_packed_int4[1, 32]"),
+        ("kimi_k3", 93, 896, "ct_mxfp4"),
         ("qwen3_moe", 48, 128, None),
     ],
 )
@@ -89,7 +90,7 @@ def test_every_model_that_names_a_checkpoint_is_described_without_the_hub(
 
 def test_those_are_all_that_name_a_checkpoint():
     named = {file.name for file in model_files() if file.spec.get("usual")}
-    assert named == {"deepseek_v3", "gpt_oss", "kimi_k2", "qwen3_moe"}
+    assert named == {"deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k3", "qwen3_moe"}
     assert all(file.spec["usual"].get("config") for file in model_files() if file.spec.get("usual"))
 
 
@@ -238,7 +239,7 @@ def test_the_page_lists_all_model_files(request: pytest.FixtureRequest):
             "MTP" if stated(file, "mtp_layers") else "",
             f"`{found}`" if (found := file.states("gguf.architecture")) else "",
             f"`{found}`" if (found := stated(file, "tool_calls")) else "",
-            f"`{markers[0]}`" if markers else "",
+            "`{}`".format(markers[0].replace("|", r"\|")) if markers else "",
         )
         rows.append(f"| {' | '.join(cells)} |\n")
     titles = (

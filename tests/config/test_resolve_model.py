@@ -104,7 +104,7 @@ def test_listed_types_come_before_a_pattern(load_own: Load):
         ("  own: {mlp: {kind: moe, experts: 4, top_k: 1, width: 8, router: {logits_scale: 0.5, hidden: 4}}}", [], "model.blocks.own.mlp.router.logits_scale is of a router that is a linear without a bias"),
         ("", ["model.streams.num=4"], "model.streams.num=4: kind one is of one stream"),
         ("streams: {kind: altup}", [], "model.streams.num=1: kind altup is of several streams"),
-        ("streams: {kind: altup, num: 2}", ["model.loops=5"], "model.streams.num=2: model.loops=5 is of one stream; leave it out"),
+        ("streams: {kind: altup, num: 2}", ["model.loops=5"], "model.streams.kind=altup: model.loops=5 is of one stream; leave it out"),
         ("  delta: {gated_delta: {key_heads: 4, value_heads: 6, key_dim: 8, value_dim: 8}}", [], "model.blocks.delta.gated_delta.value_heads=6 is not a multiple of key_heads=4"),
         ("  delta: {gated_delta: {key_heads: 4}}", [], "model.blocks.delta.gated_delta.value_heads=0 must be a whole number from 1 to 2147483647"),
         ("", ["model.attention.gate=query", "model.attention.qkv_chunks=2"], "model.attention.qkv_chunks=2: a query gate is stored with q alone; leave it out"),

@@ -81,7 +81,7 @@ def test_ranks_give_the_logits_of_the_whole(saved: tuple[Path, Any], mesh: Mesh)
         ),
         (["model.norm.unweighted=[o_norm,q_a_norm]"], "model.norm: no norm of this model has the role q_a_norm"),
         (["model.norm.weighs_input=[mlp_after_norm,o_norm]"], "model.norm.weighs_input: o_norm is in model.norm.unw"),
-        (["model.mlp.0.latent=null"], "model.mlp.0.latent_norm=true: there is no latent"),
+        (["model.mlp.0.latent=null"], "model.mlp.0.latent_norm=before: there is no latent"),
         (["model.mlp.0.zero_experts=2"], "model.mlp.0.expert_norm=true is for gated experts"),
         (["model.residual=parallel"], "model.residual_gate.kind=sigmoid: model.residual=parallel adds all blocks"),
     ],

@@ -32,6 +32,8 @@ CALLS = [
     *((ops.activate, ("bf16[T, 24]",), {"kind": kind}) for kind in ops.ACTIVATIONS),
     *((ops.gated_activate, ("bf16[T, 24]",), {"kind": kind}) for kind in ops.ACTIVATIONS),
     (ops.gated_activate, ("bf16[T, 24]",), {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}),
+    (ops.gated_activate, ("bf16[T, 24]",), {"kind": "situ", "alpha": 4.0}),
+    (ops.attend_residuals, ("bf16[24]", "bf16[1, 24]", "bf16[T, 24]", "bf16[T, 24]"), {"eps": 1e-6}),
     (ops.gumbel_argmax, ("fp32[T, 24]", "i64[T]", "fp32[T]", "fp32[T]"), {}),
     (ops.gumbel_argmax, ("bf16[T, 9]", "i64[T]", "fp32[T]", "fp32[T]", "i64[9]"), {}),
     (ops.join, ("bf16[T, 24]", "bf16[T, 7]", "bf16[T, 24]"), {}),

@@ -296,6 +296,27 @@ def mix_streams(x: Tensor, weights: Tensor, *, streams: int) -> Tensor:
     return torch.cat(made, -1)
 
 
+def _attend_residuals(norm: Type, query: Type, *sums: Type, eps: float) -> Type:
+    need(len(sums) > 0, "there is nothing to attend to")
+    for each in sums[1:]:
+        need(each == sums[0], f"{sums[0]} and {each} differ")
+    columns = sums[0].shape[-1:]
+    need(norm.shape == columns and query.shape == (1, *columns), f"norm {norm} and query {query} for {sums[0]}")
+    return sums[0]
+
+
+@op(_attend_residuals)
+def attend_residuals(norm: Tensor, query: Tensor, *sums: Tensor, eps: float) -> Tensor:
+    """norm [H], query [1, H], S sums [T, H] -> [T, H]: attention residuals (Kimi Team 2026), weighted by token
+
+    The weights are the softmax of query . rms_norm(sum, norm) over the sums. In float32, rounded once.
+    """
+    wide = torch.stack(sums, -2).float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scores = (normed * (norm.float() * query.float().squeeze(0))).sum(-1, keepdim=True)
+    return (torch.softmax(scores, -2) * wide).sum(-2).to(sums[0].dtype)
+
+
 @op(lambda x, like, *, eps: _same(x, like))
 def match_rms(x: Tensor, like: Tensor, *, eps: float) -> Tensor:
     """x [..., H], like [..., H] -> x with the root mean square of like, [..., H]; in float32, rounded once
@@ -345,14 +366,14 @@ def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, *, eps: float) -> tuple[T
     return rms_norm(total, weight, eps=eps), total
 
 
-GATED_ACTIVATIONS = (*ACTIVATIONS, "swigluoai", "swiglustep")
+GATED_ACTIVATIONS = (*ACTIVATIONS, "swigluoai", "swiglustep", "situ")
 
 
 def gated_activate_type(x: Type, *, kind: str, limit: float | None = None, alpha: float | None = None) -> Type:
     need(kind in GATED_ACTIVATIONS, f"there is no activation '{kind}'; kinds: {', '.join(GATED_ACTIVATIONS)}")
     given = f"limit={limit} and alpha={alpha} for {kind}"
-    need(limit is not None or kind in ACTIVATIONS, f"{given}: it takes a limit")
-    need((alpha is not None) == (kind == "swigluoai"), f"{given}: swigluoai takes both, others no alpha")
+    need(limit is not None or kind in (*ACTIVATIONS, "situ"), f"{given}: it takes a limit")
+    need((alpha is not None) == (kind in ("swigluoai", "situ")), f"{given}: only swigluoai and situ take alpha")
     return x.with_last(divide(x.shape[-1], 2))
 
 
@@ -363,8 +384,13 @@ def gated_activate(x: Tensor, *, kind: str, limit: float | None = None, alpha: f
     limit: gate is clamped from above, up from both sides; None: neither is.
     swigluoai: gate sigmoid(alpha gate) (up + 1) (Agarwal et al. 2025).
     swiglustep: silu, of which the activated gate is clamped and not the gate (StepFun 2026).
+    situ: c(gate, alpha) sigmoid(gate) c(up, limit), c(x, y) = y tanh(x / y), in float32, rounded once (Kimi Team 2026).
     """
     gate, up = x.chunk(2, dim=-1)
+    if kind == "situ":
+        wide, up = gate.float(), up.float() if limit is None else softcap(up.float(), cap=limit)
+        made: Tensor = softcap(wide, cap=alpha) * torch.sigmoid(wide) * up
+        return made.to(x.dtype)
     if limit is None:
         return ACTIVATIONS[kind](gate) * up
     up = up.clamp(-limit, limit)

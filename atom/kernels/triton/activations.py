@@ -21,7 +21,7 @@ class Gate(NamedTuple):
 
     kind: str
     limit: float | None = None
-    alpha: float | None = None  # of swigluoai
+    alpha: float | None = None  # of swigluoai and situ
 
 
 def constants_of(gate: Gate | None) -> tuple[str | None, float | None, float | None]:
@@ -56,18 +56,21 @@ def activation(x, KIND: tl.constexpr):
 def gated(gate, up, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
           ALPHA: tl.constexpr = None):  # fmt: skip
     """gate and up projections, fp32 -> gated activation, rounded to DTYPE at each step but the last, as in the op."""
-    if KIND == "swiglustep":
+    if KIND == "situ":
+        up = up if LIMIT is None else LIMIT * tanh(up / LIMIT)
+        gate = ALPHA * tanh(gate / ALPHA) * tl.sigmoid(gate) * up
+    elif KIND == "swiglustep":
         gate = activation(gate, "silu")
-    if LIMIT is not None:
+    if LIMIT is not None and KIND != "situ":
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "swigluoai":
         shares = _round(tl.sigmoid(_round(ALPHA * gate, DTYPE)), DTYPE)
         gate, up = gate * shares, _round(up + 1, DTYPE)
-    elif KIND != "swiglustep":
+    elif KIND != "swiglustep" and KIND != "situ":
         gate = activation(gate, KIND)
-    return _round(gate, DTYPE) * up
+    return gate if KIND == "situ" else _round(gate, DTYPE) * up
 
 
 @jit

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -81,6 +82,18 @@ def test_swigluoai_clamps_gate_and_up_by_hand():
     torch.testing.assert_close(out, torch.tensor([expected]))
 
 
+@pytest.mark.parametrize("limit", [None, 25.0])
+def test_situ_bends_gate_and_up_by_hand(limit: float | None):
+    gates, ups = (0.0, 1.0, 9.0, -3.0), (5.0, -40.0, 2.0, 30.0)
+    given = {"kind": "situ", "alpha": 4.0, **({} if limit is None else {"limit": limit})}
+    out = checked(ops.gated_activate, torch.tensor([[*gates, *ups]]), **given)
+    expected = [
+        4 * math.tanh(gate / 4) / (1 + math.exp(-gate)) * (up if limit is None else 25 * math.tanh(up / 25))
+        for gate, up in zip(gates, ups, strict=True)
+    ]
+    torch.testing.assert_close(out, torch.tensor([expected]))
+
+
 def test_parts_are_joined_side_by_side():
     a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])
     assert checked(ops.join, a, b, a).tolist() == [[1.0, 3.0, 4.0, 1.0], [2.0, 5.0, 6.0, 2.0]]
@@ -113,7 +126,9 @@ def test_a_gated_activation_takes_its_own_attributes_only():
     x = Type("fp32", ("T", 8))
     with pytest.raises(ValueError, match="limit=None and alpha=None for swigluoai: it takes a limit"):
         ops.gated_activate.infer(x, kind="swigluoai")
-    with pytest.raises(ValueError, match=r"limit=7\.0 and alpha=None for swigluoai: swigluoai takes both"):
+    with pytest.raises(
+        ValueError, match=r"limit=7\.0 and alpha=None for swigluoai: only swigluoai and situ take alpha"
+    ):
         ops.gated_activate.infer(x, kind="swigluoai", limit=7.0)
     with pytest.raises(ValueError, match="there is no activation 'swish'"):
         ops.gated_activate.infer(x, kind="swish")

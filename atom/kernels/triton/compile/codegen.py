@@ -269,7 +269,7 @@ class _Kernel:
     def _gated_activate(self, node: Node, at: At, tile: _Tile) -> str:
         x, width = node.args[0], int(_type(node).shape[-1])
         gate, up = self._value(x, at, tile), self._value(x, (*at[:-1], _plus(at[-1], width)), tile)
-        limits = [str(float(node.kwargs[name])) for name in ("limit", "alpha") if name in node.kwargs]
+        limits = [f"{name.upper()}={float(node.kwargs[name])}" for name in ("limit", "alpha") if name in node.kwargs]
         dtype, kind = FLOATS[_type(node).dtype], node.kwargs["kind"]
         return self._rounded(node, _call("gated", [gate, up, f"tl.{dtype}", f'"{kind}"', *limits]))
 

@@ -231,6 +231,11 @@ def piece(x0: {0}[A, 46]):
     gated_activate = generated.gated_activate(x0, kind="swigluoai", limit=1.5, alpha=1.702)
     return gated_activate
 """,
+    "gates that bend": """\
+def piece(x0: {0}[A, 46]):
+    gated_activate = generated.gated_activate(x0, kind="situ", alpha=1.5)
+    return gated_activate
+""",
     "rows of images among tokens": """\
 def piece(x0: i64[A], x1: i32[A], x2: {0}[B, 96], x3: i64[A, 3], w0: {0}[101, 48], w1: {0}[48], w2: fp32[8]):
     embedding = generated.embedding(x0, w0)

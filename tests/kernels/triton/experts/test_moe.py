@@ -150,7 +150,11 @@ def test_grouped_linears_of_many_rows_of_packed_experts_equal_the_reference(turn
 
 
 BOTH_GATES = [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}]
-CLAMPED = [{"kind": "gelu", "limit": 0.5}, {"kind": "swiglustep", "limit": 0.3}]
+CLAMPED = [
+    {"kind": "gelu", "limit": 0.5},
+    {"kind": "swiglustep", "limit": 0.3},
+    {"kind": "situ", "limit": 0.6, "alpha": 0.4},
+]
 GATES = pytest.mark.parametrize("gate", BOTH_GATES + CLAMPED)
 
 

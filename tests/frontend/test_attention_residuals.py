@@ -1,0 +1,138 @@
+"""Kimi-K3 and AliceAI, whose blocks attend over sums of what earlier ones gave, against plain torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kimi
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+from passes.test_shard import logits_of_ranks
+from probe import assert_logits
+from semantic import assert_same_as_transformers
+
+from atom import LLMEngine, SamplingParams
+from atom.cli import main
+from atom.config.load import load
+from atom.errors import AtomError
+from atom.graph import Mesh
+
+MODEL_FILES = Path(__file__).parents[2] / "conf" / "model"
+K3_FOLDER: dict[str, Any] = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "tie_word_embeddings": False,
+                              "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folders as the hub has them, and what computes their logits."""
+    folders, k3, alice = tmp_path_factory.mktemp("hub"), kimi.KimiK3(kimi.KIMI_K3), kimi.AliceAI(kimi.ALICE_AI)
+    images = {"vision_tower.patch_embed.proj.weight": torch.zeros(4), "mm_projector.proj.0.weight": torch.zeros(4)}
+    k3.save(folders / "kimi_k3", {**K3_FOLDER, "text_config": k3.config}, k3.stored() | images)
+    alice.save(folders / "alice_ai", alice.config, alice.stored() | {"mtp.norm.weight": torch.zeros(4)})
+    return {"kimi_k3": (folders / "kimi_k3", k3), "alice_ai": (folders / "alice_ai", alice)}
+
+
+NAMES = pytest.mark.parametrize("name", ["kimi_k3", "alice_ai"])
+
+
+@NAMES
+def test_the_text_gives_the_logits_of_the_formulas(name: str, saved: dict[str, tuple[Path, Any]]):
+    folder, model = saved[name]
+    config = load([f"checkpoint={folder}", "dtype=fp32"])
+    assert config.model.name == name
+    assert_same_as_transformers(config, model)
+
+
+@NAMES
+def test_two_ranks_give_the_same(name: str, saved: dict[str, tuple[Path, Any]]):
+    folder, model = saved[name]
+    for mesh in (Mesh(2), Mesh(2, experts=2)):
+        tokens = tiny.prompt(33)
+        made = logits_of_ranks([f"checkpoint={folder}", "dtype=fp32"], tokens, mesh)
+        assert_same_logits(made[0], tiny.logits(model, tokens))
+        assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", pytest.param("alice_ai", marks=pytest.mark.slow)])
+def test_chunks_batches_hits_and_preemption_change_nothing(name: str, saved: dict[str, tuple[Path, Any]]):
+    folder, model = saved[name]
+    shared = tiny.prompt(37)
+    prompts = [shared, [*shared[:21], *tiny.prompt(9, seed=1)], tiny.prompt(3), tiny.prompt(17, seed=2)]
+    counts = []
+    for pool, num_tokens in (({"num_kvcache_blocks": 64}, 64), ({"kv_cache_memory": 1 << 22}, 6)):
+        engine = LLMEngine(model=str(folder), dtype="fp32", level=1, max_num_batched_tokens=16, block_size=4, **pool)
+        assert_logits(engine, tiny.prompt(70), model)
+        for asked in (prompts, prompts[:2]):
+            answers = engine.generate(asked, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
+            for answer, prompt in zip(answers, asked, strict=True):
+                tiny.assert_greedy(answer, prompt, model)
+        counts.append(engine.metrics.scheduler)
+        engine.close()
+    assert counts[0].num_preemptions > 0 and counts[1].num_prefix_hit_tokens > 0
+    assert all(each.num_chunks > 0 for each in counts)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
+
+
+def test_experts_in_mxfp4_are_read_as_they_are_stored(tmp_path: Path):
+    """compressed-tensors: of a byte the first number has the lower bits, a scale is the power of two of 32 numbers."""
+    model = kimi.KimiK3(kimi.KIMI_K3)
+    tensors, random = model.stored(), torch.Generator().manual_seed(0)
+    for stored in [name for name in tensors if ".experts." in name]:
+        rows, columns = tensors.pop(stored).shape
+        packed = torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8)
+        scales = torch.randint(122, 126, (rows, columns // 32), generator=random, dtype=torch.uint8)
+        tensors |= {f"{stored}_packed": packed, f"{stored}_scale": scales}
+        numbers = torch.tensor([*E2M1, *(-each for each in E2M1)])[
+            torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
+        ]
+        factors = torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
+        model.weights[stored.removeprefix(model.prefix)] = numbers * factors
+    quantization = json.loads((MODEL_FILES / "kimi_k3.json").read_text())["text_config"]["quantization_config"]
+    model.save(tmp_path, {**K3_FOLDER, "text_config": {**model.config, "quantization_config": quantization}}, tensors)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
+
+
+@pytest.mark.slow  # 93 layers, twice
+def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Sizes from its paper: 24 latents of 576 numbers a token, 69 states of 96 x 128 x 128, and of 3 x 36864 inputs."""
+    shutil.copy(MODEL_FILES / "kimi_k3.json", tmp_path / "config.json")
+    assert main(["job=explain", f"checkpoint={tmp_path}", "parallel=tp8_ep", "device=cuda", "job.gpu=h200"]) == 0
+    lines = {line[:17].strip(): line[17:].strip() for line in capsys.readouterr().out.splitlines()}
+    assert lines["KV a token"].startswith(f"{24 * 576 * 2:,} bytes")
+    state = 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2) / (1 << 20)
+    assert 428 < state < 430 and lines["recurrent state"].startswith(f"{state / 8:.1f} MiB a sequence")
+    assert lines["ct_mxfp4"].startswith("1,347.1 GiB")
+    assert main(["job=explain", f"checkpoint={tmp_path}", "parallel.pipeline=2", "device=cuda", "job.gpu=h200"]) == 2
+    assert "takes more than one value of the layers before it; set parallel.pipeline=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("kimi_k3", "model.streams.layers=null", "model.streams.layers=null: kind attention_residuals needs a number"),
+        ("kimi_k3", "model.streams.num=2", "model.streams.num=2: kind attention_residuals is of one stream"),
+        ("kimi_k3", "model.streams={kind: one, layers: 2}", "model.streams.layers=2: kind one has none"),
+        ("kimi_k3", "model.loops=2", "model.streams.kind=attention_residuals: model.loops=2 is of one stream"),
+        (
+            "kimi_k3",
+            "model.residual=normed",
+            "model.streams.kind=attention_residuals: model.residual=normed is of one stream",
+        ),
+        ("kimi_k3", "model.blocks.delta.gated_delta.decay_rows=1", "decay_rows=1 are fewer than value_heads=2"),
+        (
+            "alice_ai",
+            "model.mtp_layers=1",
+            "model.streams.kind=attention_residuals: model.mtp_layers=1 is of one stream",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, override: str, message: str, saved: dict[str, tuple[Path, Any]]):
+    with pytest.raises(AtomError, match=message):
+        load([f"checkpoint={saved[name][0]}", "dtype=fp32", override])

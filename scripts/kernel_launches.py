@@ -453,6 +453,7 @@ def call_the_rest(arch: str) -> None:
     """Call what no step of these models calls."""
     attend(arch)
     attend_images(arch)
+    attend_to_sums()
     multiply_by_many_experts(arch)
     expand_adapters()
     recur()
@@ -520,6 +521,13 @@ def attend_images(arch: str) -> None:
                 hopper_segments.segment_attention(*qkv.unbind(1), starts, scale=0.1)
 
 
+def attend_to_sums() -> None:
+    from atom.kernels.triton.attention.residuals import attend_residuals
+
+    for num, width in itertools.product((2, 9), (2048, 7168)):
+        attend_residuals(zeros(width), zeros(1, width), *zeros(num, 7, width), eps=1e-5)
+
+
 def multiply_by_many_experts(arch: str) -> None:
     """Expert matmuls of many rows each, with and without gates and biases."""
     from atom.graph import Type
@@ -530,7 +538,7 @@ def multiply_by_many_experts(arch: str) -> None:
 
     experts = Experts if arch == "sm_90" else moe.Experts
     x, ends, bias = zeros(600, 512), zeros(4, dtype=torch.int64), zeros(4, 256)
-    gates = (None, Gate("silu"), Gate("swigluoai", 7.0, 1.7))
+    gates = (None, Gate("silu"), Gate("swigluoai", 7.0, 1.7), Gate("situ", 25.0, 4.0))
     for fmt, own, gate in itertools.product((None, *formats(), *STORED), (None, bias), gates):
         type = Type("bf16", (4, 256, 512), fmt)
         experts().multiply(x, make_weight(type, None), ends, own, gate)
@@ -579,9 +587,11 @@ def recur() -> None:
             sizes = [8192, 4096, decays, 32]
             parts = zeros(tokens, sum(sizes), dtype=dtype).split(sizes, 1)
             rest = conv_states, states, batch, weight, numbers_of_heads, zeros(decays, dtype=torch.float32), norm
-            delta_net.gated_delta_net(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
+            floor = {"floor": -5.0} if decays > 32 else {}
+            options = {"key_heads": 16, "scale": 0.1, "eps": 1e-6, "normalize": True, **floor}
+            delta_net.gated_delta_net(*parts, *rest, **options)
             if hopper_net.suits(parts[0], states, batch):
-                hopper_net.decode(*parts, *rest, key_heads=16, scale=0.1, eps=1e-6, normalize=True)
+                hopper_net.decode(*parts, *rest, **options)
         lightning.batched_lightning(x, x, x, states, batch, steps[0, :, 0].contiguous(), scale=0.1)
         x, b, dt = zeros(tokens, 64, 64, dtype=dtype), zeros(tokens, 8, 128, dtype=dtype), steps[:, 0, :64].contiguous()
         states = zeros(6, kept, 64, 64, 128, dtype=torch.float32)

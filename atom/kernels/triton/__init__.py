@@ -37,6 +37,7 @@ PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels 
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
 MAX_TAPS = 33  # of a convolution: the first tile of a prompt reads what was before
+MAX_SUMS = 16  # of blocks, to which others attend
 MAX_STATE_DIM = 256  # of keys, or of a channel's state: registers hold so many times 32
 FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
@@ -265,6 +266,11 @@ def accepts_delta_net(
     return known or accepts_conv(target, qkv, conv)
 
 
+def accepts_residuals(_target: Target, _norm: Type, _query: Type, *sums: Type, **_attributes: Any) -> str | None:
+    """up to 16 sums"""
+    return None if len(sums) <= MAX_SUMS else f"attends to {MAX_SUMS} sums, not to {len(sums)}"
+
+
 def accepts_scan(_target: Target, _x: Type, _dt: Type, b: Type, *_types: Any) -> str | None:
     """channels of up to 256 numbers of state"""
     size = int(b.shape[-1])
@@ -275,6 +281,12 @@ def _load_linears(context: LoadContext) -> object:
     from atom.kernels.triton.linear.linear import Linears
 
     return context.share(Linears)
+
+
+def _load_residuals(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import residuals
+
+    return residuals
 
 
 def _load_rope(_context: LoadContext) -> object:
@@ -402,6 +414,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_compress, _load_compressed),
     _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
     _kernel(ops.paged_index_topk, _load_compressed, accepts_runs),
+    _kernel(ops.attend_residuals, _load_residuals, accepts_residuals),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),

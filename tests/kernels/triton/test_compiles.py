@@ -22,7 +22,7 @@ from atom.kernels.triton.step import prepare_inputs
 from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
 from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
-from atom.kernels.triton.attention import rope, segments, shared_prefix
+from atom.kernels.triton.attention import residuals, rope, segments, shared_prefix
 from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
 from atom.graph.batch import SharedPrefixes
@@ -60,7 +60,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, delta_net, gated_delta, ssd, segments, shared_prefix):
+               chunks, delta_net, gated_delta, ssd, segments, shared_prefix, residuals):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -124,6 +124,7 @@ paged.NormRopeAttention()(large, large[:, :1], large[:, :1], half, half, normed,
 for dim in (72, 128):
     segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts, scale=0.1)
     segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts.repeat(9), scale=0.1)
+residuals.attend_residuals(bf16(7168), bf16(1, 7168), *bf16(3, 9, 7168), eps=1e-5)
 in_slots = batch._replace(slots=starts[:4])
 causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
 states = torch.zeros(5, 4, 8, 128, 128)
@@ -176,6 +177,7 @@ grouped, order, ends = grouping.group(x, ids, experts=8)
 mxfp4.number_tiles(collections.defaultdict(lambda: lambda *args: None), ends, 100)
 moe.Experts().grouped_linear(grouped, experts, ends)
 moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), Gate("swigluoai", 7.0, 1.7))
+moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), Gate("situ", 25.0, 4.0))
 grouping.combine(bf16(14, 256), weights, order)
 grouping.combine(bf16(2200, 256), torch.zeros(1100, 2), torch.arange(2200))
 for tokens in (1, 7):
@@ -209,6 +211,7 @@ NAMES = {
     "delta_net": "_gated_delta_gates _gated_delta_norm",
     "ssd": "_ssd",
     "segments": "_segment_attention",
+    "residuals": "_attend_residuals",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 

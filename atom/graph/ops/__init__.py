@@ -24,6 +24,7 @@ from atom.graph.ops.attention import (
     split_heads,
 )  # fmt: skip
 from atom.graph.ops.base import LOWERED, OPS, SEMANTIC, Op
+from atom.graph.ops.block_sparse import index_blocks, paged_index_blocks
 from atom.graph.ops.collective import (
     MEETING_AXES,
     STAGES,
@@ -130,4 +131,16 @@ __all__ = [
     "scale_by_expert", "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap",
     "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "stream_logits", "sum_moments", "sum_squares",
     "take_rows", "time_step", "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
+    "attend_latent", "attention", "axis_tables", "causal_conv", "causal_mask", "clamp", "clip", "collect", "combine",
+    "deviations_of", "dispatch", "embedding", "ends_of_experts", "expand_lora", "experts", "fold_rows",
+    "gated_activate", "gated_delta", "gated_delta_net", "gated_linear", "gather_tokens", "gaussian_topk", "group",
+    "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share", "index_blocks", "index_topk",
+    "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_by_head", "local_tokens", "lora",
+    "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams", "mla_attention", "mul", "norm_linear",
+    "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "normalize_pixels", "pad",
+    "paged_attention", "paged_index_blocks", "paged_index_topk", "paged_mla_attention", "pair_adapters", "place_rows",
+    "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary",
+    "rotary_sections", "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms",
+    "segment_attention", "selective_scan", "send", "softcap", "sparse_mixer", "split", "split_heads", "ssd",
+    "ssm_decay", "sum_moments", "sum_squares", "take_rows", "time_step", "weigh_inputs", "write_index", "xielu",
 ]  # fmt: skip

@@ -100,11 +100,13 @@ def causal_mask(
     return mask & (keys >= queries // window * window if chunked else keys > queries - window)
 
 
-def chosen_mask(selected: Tensor, num_keys: int) -> Tensor:
-    """bool[Q, G, num_keys] of selected i32[Q, G, k]; true of what is chosen"""
-    chosen = selected.new_zeros(*selected.shape[:2], num_keys + 1, dtype=torch.bool)
-    places = torch.where(selected < 0, num_keys, selected).long()
-    return chosen.scatter_(2, places, True)[..., :num_keys]
+def chosen_mask(selected: Tensor, num_keys: int, block: int = 1) -> Tensor:
+    """bool[Q, G, num_keys] of selected i32[Q, G, k]; true of what is chosen. block: keys that an entry stands for"""
+    num_entries = -(-num_keys // block)
+    chosen = selected.new_zeros(*selected.shape[:2], num_entries + 1, dtype=torch.bool)
+    places = torch.where(selected < 0, num_entries, selected).long()
+    chosen = chosen.scatter_(2, places, True)[..., :num_entries]
+    return chosen if block == 1 else chosen.repeat_interleave(block, 2)[..., :num_keys]
 
 
 def runs_mask(num_queries: int, length: int, every: int, device: torch.device) -> Tensor:
@@ -127,12 +129,12 @@ def need_selected(selected: Type | None, q: Type) -> None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
            sinks: Tensor | None = None, slopes: Tensor | None = None, chunked: bool = False,
-           ends: Tensor | None = None, selected: Tensor | None = None) -> Tensor:  # fmt: skip
+           ends: Tensor | None = None, selected: Tensor | None = None, block: int = 1) -> Tensor:  # fmt: skip
     """One sequence: q [Q, N, D] at the last Q of L positions, k [L, K, D], v [L, K, U] -> [Q, N, U], in float32.
 
     A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025). A slope fp32[N] lowers
     scores by the distance of query and key (Press et al. 2022). ends i32[Q]: as in `attention`. selected i32[Q, G, k]:
-    the positions that each of G equal groups of heads attends to, then -1.
+    the positions that each of G equal groups of heads attends to, or the numbers of their blocks, then -1.
     """
     num_queries, heads, dim = q.shape
     grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
@@ -146,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     mask = causal_mask(num_queries, k.shape[0], window, q.device, chunked, ends)
     scores.masked_fill_(~mask, float("-inf"))
     if selected is not None:
-        chosen = chosen_mask(selected, k.shape[0]).transpose(0, 1).unsqueeze(1)
+        chosen = chosen_mask(selected, k.shape[0], block).transpose(0, 1).unsqueeze(1)
         by_group = scores.reshape(len(chosen), -1, num_queries, k.shape[0])
         scores = by_group.masked_fill(~chosen, float("-inf")).view_as(scores)
     if sinks is not None:
@@ -176,6 +178,16 @@ def _ends(ends: Type | None, q: Type, slopes: Type | None) -> None:
     need(ends is None or slopes is None, "scores that fall with the distance are of tokens before a query")
 
 
+def _selected(selected: Type | None, q: Type, cache: KV, window: int | None, slopes: Type | None, ends: Type | None,
+              block: int) -> None:  # fmt: skip
+    need_selected(selected, q)
+    if selected is None:
+        return
+    divide(cache.type.shape[1], int(selected.shape[1]))
+    need(block >= 1, f"a block of {block} positions")
+    need(window is None and slopes is ends is None, "queries that choose what they see have no window, slopes and ends")
+
+
 def need_scales(cache: KV, *scales: Type | None) -> None:
     for scale in scales:
         need(scale is None or cache.type.dtype == FP8, f"a scale of entries in {FP8}, the cache keeps {cache.type}")
@@ -183,12 +195,14 @@ def need_scales(cache: KV, *scales: Type | None) -> None:
 
 
 def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, k_scale: Type | None = None,
-               v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None, *, scale: float,
-               window: int | None = None, softcap: float | None = None, chunked: bool = False) -> Type:  # fmt: skip
+               v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None,
+               selected: Type | None = None, *, scale: float, window: int | None = None, softcap: float | None = None,
+               chunked: bool = False, block: int = 1) -> Type:  # fmt: skip
     need_window(cache, window, chunked)
     need_sinks(sinks, q)
     _slopes(slopes, q)
     _ends(ends, q, slopes)
+    _selected(selected, q, cache, window, slopes, ends, block)
     need_scales(cache, k_scale, v_scale)
     tokens, heads, dim = q.shape
     need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
@@ -200,8 +214,8 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
 @op(_attention, level=SEMANTIC)
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None,
               k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
-              ends: Tensor | None = None, *, scale: float, window: int | None = None, softcap: float | None = None,
-              chunked: bool = False) -> Tensor:  # fmt: skip
+              ends: Tensor | None = None, selected: Tensor | None = None, *, scale: float, window: int | None = None,
+              softcap: float | None = None, chunked: bool = False, block: int = 1) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], sinks [N], slopes fp32[N] -> [T, N, D], causal: the T tokens are one sequence.
 
     A query sees the window's tokens up to its own, or, chunked, those from a multiple of the window on. The cache,
@@ -209,8 +223,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: 
 
     ends: i32[T], the last position that a query sees if it is after its own, as those of an image's tokens are that
         see all of it; -1 for others
+    selected: i32[T, G, k], blocks of `block` positions that the query sees, for each of G groups of key/value heads
+        those that an indexer chose, see block_sparse.py; None: all
     """
-    return attend(q, k, v, scale, window, softcap, sinks, slopes, chunked, ends)
+    return attend(q, k, v, scale, window, softcap, sinks, slopes, chunked, ends, selected, block)
 
 
 def need_batch(batch: BatchType) -> None:
@@ -286,14 +302,15 @@ def write_entries(cache: PagedCache, batch: Batch, entries: Tensor, every: int =
 
 
 def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, k_scale: Type | None = None,
-                     v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None, *,
-                     scale: float, window: int | None = None, softcap: float | None = None,
-                     chunked: bool = False) -> Type:  # fmt: skip
+                     v_scale: Type | None = None, slopes: Type | None = None, ends: Type | None = None,
+                     selected: Type | None = None, *, scale: float, window: int | None = None,
+                     softcap: float | None = None, chunked: bool = False, block: int = 1) -> Type:  # fmt: skip
     need_batch(batch)
     need_window(cache, window, chunked)
     need_sinks(sinks, q)
     _slopes(slopes, q)
     _ends(ends, q, slopes)
+    _selected(selected, q, cache, window, slopes, ends, block)
     need_scales(cache, k_scale, v_scale)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
     return q
@@ -302,8 +319,9 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
 @op(_paged_attention, level=LOWERED)
 def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                     k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
-                    ends: Tensor | None = None, *, scale: float, window: int | None = None,
-                    softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                    ends: Tensor | None = None, selected: Tensor | None = None, *, scale: float,
+                    window: int | None = None, softcap: float | None = None, chunked: bool = False,
+                    block: int = 1) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.
 
     Rows of several tokens may list blocks that other rows of the batch write, so all entries are written before.
@@ -312,6 +330,7 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
     multiply entries in fp8, slopes fp32[N] -> [T, N, D]
 
     ends: i32[T], as in `attention`; those of decodes are not read. None, also of a text that names some: all are -1
+    selected: i32[T, G, k], as in `attention`
     """
     out = torch.zeros_like(q)
     for own, entries in cached_entries(cache, batch):
@@ -319,8 +338,9 @@ def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | 
             each if scale_of is None else each.float() * scale_of
             for each, scale_of in zip(entries.unbind(1), (k_scale, v_scale), strict=True)
         )
-        own_ends = None if ends is None else ends[own]
-        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks, slopes, chunked, own_ends)
+        own_ends, chosen = (None if each is None else each[own] for each in (ends, selected))
+        rules = scale, window, softcap, sinks, slopes, chunked
+        out[own] = attend(q[own], keys, values, *rules, own_ends, chosen, block)
     return out
 
 

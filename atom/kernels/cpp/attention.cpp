@@ -119,21 +119,23 @@ template <class F> void by_vectors(int64_t vectors, const F &f) {
   }
 }
 
-/// q [S, N, D], cache [blocks, block size, 2, K, D], table i32[S, M], lengths i32[S], sinks [N] -> [S, N, D]; a sequence
-/// of no positions gives zeros. window and softcap: 0 for none
+/// q [S, N, D], cache [blocks, block size, 2, K, D], table i32[S, M] and lengths i32[S], or of each head i32[S K, M] and
+/// i32[S K], sinks [N] -> [S, N, D]; a sequence of no positions gives zeros. window and softcap: 0 for none
 Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, const Tensor &lengths,
                     const std::optional<Tensor> &sinks, double scale, double value_scale, int64_t window, double softcap) {
   const Cache cache{stored.size(1), stored.size(3), stored.size(4)};
   const int64_t sequences = q.size(0), heads = q.size(1), group = heads / cache.kv_heads, width = cache.vectors() * LANES;
   STD_TORCH_CHECK(q.is_contiguous() && stored.is_contiguous() && lengths.is_contiguous() && table.stride(1) == 1, "tensors have no gaps");
+  const bool by_head = lengths.size(0) > sequences;
+  const auto row_of = [&](int64_t s, int64_t h) { return by_head ? s * cache.kv_heads + h : s; }; // of the table
   struct Part {
     int64_t sequence, head, begin, end;
   };
   std::vector<Part> parts;
   std::vector<int64_t> first_part(sequences * cache.kv_heads + 1, 0); // of a sequence's head
   for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = elements<int32_t>(lengths)[s], begin = window ? std::max<int64_t>(0, length - window) : 0;
     for (int64_t h = 0; h < cache.kv_heads; ++h) {
+      const int64_t length = elements<int32_t>(lengths)[row_of(s, h)], begin = window ? std::max<int64_t>(0, length - window) : 0;
       for (int64_t at = begin; at < length; at += PART)
         parts.push_back({s, h, at, std::min(length, at + PART)});
       first_part[s * cache.kv_heads + h + 1] = parts.size();
@@ -152,9 +154,9 @@ Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, 
       for (int64_t p = begin; p < end; ++p) {
         const Part &part = parts[p];
         by_vectors(cache.vectors(), [&]<int V>() {
-          attend_part<T, V>(cache, elements<T>(stored), elements<int32_t>(table) + part.sequence * table.stride(0), part.head,
-                            part.begin, part.end, Scores{(float)scale, (float)softcap}, group,
-                            wide.data() + (part.sequence * heads + part.head * group) * width, sums.data() + p * group * width,
+          const int32_t *blocks = elements<int32_t>(table) + row_of(part.sequence, part.head) * table.stride(0);
+          attend_part<T, V>(cache, elements<T>(stored), blocks, part.head, part.begin, part.end,
+                            Scores{(float)scale, (float)softcap}, group, wide.data() + (part.sequence * heads + part.head * group) * width, sums.data() + p * group * width,
                             tops.data() + p * group, totals.data() + p * group);
         });
       }

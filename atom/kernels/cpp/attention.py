@@ -4,6 +4,8 @@
     out = attend(q, cache, batch, scale=0.125)
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
 
+Decodes that choose blocks have a table for each key/value head, of these blocks only.
+
 In torch, attention and the write are about ten calls each per layer, whose overhead exceeds a decode's work. Prompts
 are left to torch.
 """
@@ -19,6 +21,7 @@ from atom.graph import Batch, PagedCache
 from atom.kernels.backend import LoadContext
 from atom.kernels.cpp.build import ATTENTION, load_library
 from atom.kernels.torch import attention, rope
+from atom.kernels.torch.block_sparse import chosen_tables
 
 MAX_DIM = 512  # of a head in C++
 
@@ -46,17 +49,22 @@ class PagedAttention(attention.PagedAttention):
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
-                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
-                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                 ends: Tensor | None = None, selected: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None, chunked: bool = False,
+                 block: int = 1) -> Tensor:  # fmt: skip
         """Shapes as in the op."""
-        if batch.num_single_query != len(q) or q.shape[2] > MAX_DIM or slopes is not None or chunked:
-            return super().__call__(q, cache, batch, sinks, k_scale, v_scale, slopes, ends, scale=scale,
-                                    window=window, softcap=softcap, chunked=chunked)  # fmt: skip
+        cuts_blocks = selected is not None and block % cache.blocks.shape[1] > 0
+        is_other = slopes is not None or chunked or cuts_blocks
+        if batch.num_single_query != len(q) or q.shape[2] > MAX_DIM or is_other:
+            return super().__call__(q, cache, batch, sinks, k_scale, v_scale, slopes, ends, selected, scale=scale,
+                                    window=window, softcap=softcap, chunked=chunked, block=block)  # fmt: skip
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
+        table, lengths = batch.tables[cache.kind], batch.lengths
+        if selected is not None:
+            table, lengths = chosen_tables(selected, cache, batch, block)
         return torch.ops.atom.paged_decode(  # type: ignore[no-any-return]
-            q.contiguous(), cache.blocks, batch.tables[cache.kind], batch.lengths, sinks, scale * of_keys, of_values,
-            window or 0, softcap or 0.0,
-        )  # fmt: skip
+            q.contiguous(), cache.blocks, table, lengths, sinks, scale * of_keys, of_values, window or 0, softcap or 0.0
+        )
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,

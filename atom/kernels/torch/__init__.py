@@ -22,6 +22,7 @@ from atom.graph.ops import Op
 from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all, on_device
 from atom.kernels.step import StepKernels
 from atom.kernels.torch.attention import PagedAttention
+from atom.kernels.torch.block_sparse import paged_index_blocks
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
 from atom.kernels.torch.moe import combine, packed_grouped_linear
@@ -49,6 +50,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
     _kernel(ops.paged_mla_attention, PagedLatentAttention),
+    _kernel(ops.paged_index_blocks, paged_index_blocks),
     _kernel(ops.paged_index_topk, paged_index_topk),
     _kernel(ops.segment_attention, segment_attention),
 )

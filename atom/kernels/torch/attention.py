@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
+from atom.kernels.torch.block_sparse import attend_blocks
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.softmax import Rule
 from atom.kernels.torch.workspace import Workspace
@@ -26,11 +27,16 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
-                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
-                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                 ends: Tensor | None = None, selected: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None, chunked: bool = False,
+                 block: int = 1) -> Tensor:  # fmt: skip
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
         rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values, slopes), cache.blocks
+        if selected is not None:
+            out = q.new_zeros(q.shape)
+            attend_blocks(q, cache, batch, selected, rule, block, out)
+            return out
         plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch, chunked=chunked)
         if plan.num_decodes == len(q):
             return plan.decodes.attend(q, blocks, rule).to(q.dtype, copy=True)

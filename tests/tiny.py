@@ -25,6 +25,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
 MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
 INDEX = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 9}  # of few heads many scores would be 0 and tie
+INDEX = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 9}
+MINIMAX_M3 = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+              "intermediate_size": 24, "dense_intermediate_size": 40, "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3,
+              "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "sliding_window": 10, "hidden_size_per_layer_input": 0,
           "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}  # fmt: skip
@@ -96,6 +100,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "q_lora_rank": 20, "first_k_dense_replace": 1}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "first_k_dense_replace": 1,
                                         "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "kimi_k2": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                                      "num_experts_per_tok": 8, "routed_scaling_factor": 2.827, "rope_parameters": YARN_MLA,
                                      "first_k_dense_replace": 1}),

@@ -20,6 +20,7 @@ from atom.config.schema import (
     Config,
     GatedDeltaConfig,
     Group,
+    IndexConfig,
     Mamba2Config,
     MLPConfig,
     ModelConfig,
@@ -244,6 +245,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
     check_qkv_chunks(attention, kv_heads, at)
     check_cca(attention, kv_heads * head_dim, at)
+    check_index(attention, at, kv_heads)
     if attention.gate == "none" and attention.gate_act != "sigmoid":
         raise ConfigError(f"{at}.gate_act={attention.gate_act}: the output has no gate; leave it out")
     if attention.gate_bias and attention.gate != "element":
@@ -557,26 +559,47 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     if attention.gate == "query":
         raise UnsupportedError(f"{at}.gate=query is not supported for kind mla (supported: none, element, head)")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
-    if attention.index is not None:
-        check_index(attention, at)
     return attention.nope_dim + attention.rope_dim
 
 
-def check_index(attention: AttentionConfig, at: str) -> None:
+def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
+    """Check what an indexer's fields say, by the kind of its attention."""
     index = attention.index
-    assert index is not None, "it has one"
-    for name in ("heads", "dim", "top_k"):
+    if index is None:
+        return
+    is_mla = attention.kind == "mla"
+    for name in ("heads", "dim", "top_k", *(() if is_mla else ("block",))):
         if not getattr(index, name):
             raise ConfigError(f"{at}.index.{name} has no value; an indexer needs it")
+    words = ("full", "shared") if is_mla else ("full", "none")
+    unknown = {*(index.layers or ())} - {*words}
+    if unknown:
+        raise ConfigError(f"{at}.index.layers: {min(unknown)} is not {words[0]} or {words[1]}")
+    if is_mla:
+        check_token_index(attention, index, at)
+    else:
+        check_block_index(attention, index, at, kv_heads)
+
+
+def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -> None:
+    if index.block is not None:
+        raise UnsupportedError(f"{at}.index.block={index.block}: latent attention chooses tokens; leave it out")
     if attention.q_rank is None:
         raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
     if index.dim < (attention.rope_dim or 0):
         raise ConfigError(f"{at}.index.dim={index.dim} is less than rope_dim={attention.rope_dim}, which turn")
-    unknown = {*(index.layers or ())} - {"full", "shared"}
-    if unknown:
-        raise ConfigError(f"{at}.index.layers: {min(unknown)} is not full or shared")
     if index.layers and index.layers[0] == "shared":
         raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
+
+
+def check_block_index(attention: AttentionConfig, index: IndexConfig, at: str, kv_heads: int) -> None:
+    if kv_heads % index.heads:
+        raise ConfigError(f"{at}.kv_heads={kv_heads} is not a multiple of index.heads={index.heads}")
+    if index.local > index.top_k:
+        raise ConfigError(f"{at}.index.local={index.local} is more than top_k={index.top_k}, which count them too")
+    for name, values in (("window", (None,)), ("alibi", ("none",)), ("qk_norm", ("none", "per_head"))):
+        if getattr(attention, name) not in values:
+            raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported with an index")
 
 
 def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_model_len: int) -> RopeConfig:

@@ -116,12 +116,14 @@ class RopeConfig:
 class IndexConfig:
     """An indexer (DeepSeek-AI 2025): small heads that score tokens, of which a query attends to the best."""
 
-    heads: int = number(0, 1, INT32)  # of queries; they share the keys
+    heads: int = number(0, 1, INT32)  # of queries; they share the keys. gqa: each chooses for its part of kv_heads
     dim: int = number(0, 1, INT32)  # dims of a head
-    top_k: int = number(0, 1, INT32)  # tokens that a query attends to
+    top_k: int = number(0, 1, INT32)  # tokens that a query attends to; gqa: blocks
+    block: int | None = number(None, 1, INT32)  # gqa: tokens that are chosen as a whole, by the best of their keys
+    local: int = number(1, 1, INT32)  # gqa: blocks that are always chosen, a query's own and those before it
     interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
     eps: float = number(1e-6, 0)  # of the layer norm of keys
-    layers: list[str] | None = None  # by layer, full or shared: by what the last full one chose; null: all are full
+    layers: list[str] | None = None  # by layer: full, shared with the last full one, or none; null: all are full
 
 
 @dataclass
@@ -178,7 +180,9 @@ class AttentionConfig:
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
     compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
-    index: IndexConfig | None = None  # queries attend to what it chooses: mla: tokens, mqa: runs; null: to all
+    index: IndexConfig | None = (
+        None  # queries attend to what it chooses: mla: tokens, gqa: blocks of tokens, mqa: runs; null: to all
+    )
 
 
 @dataclass

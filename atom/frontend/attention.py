@@ -32,14 +32,17 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     else:
         made, gate = project_cca(writer, h, attention, layer), None
     made = rotate_heads(writer, made, attention, rotary, layer)
+    selected = choose_blocks(writer, h, attention, rotary, layer)
     if value_dim < dim and "v" in made:  # a cache keeps keys and values of one size
         made["v"] = writer.call(ops.pad, made["v"], size=dim, name="v")
     if kv_layer != layer:
         made["k"], made["v"] = kept_in(writer, cache)
     chunked = {"chunked": True} if attention.chunked and window is not None else {}
+    blocks = {} if selected is None else {"block": required(attention.index).block}
+    more = more_of_scores(writer, attention, cache, layer, kv_layer, selected)
     a = writer.call(
-        ops.attention, *map(made.__getitem__, "qkv"), cache, *more_of_scores(writer, attention, cache, layer, kv_layer),
-        scale=required(attention.scale), window=window, softcap=attention.softcap, **chunked, name="a",
+        ops.attention, *map(made.__getitem__, "qkv"), cache, *more, scale=required(attention.scale), window=window,
+        softcap=attention.softcap, **chunked, **blocks, name="a",
     )  # fmt: skip
     if value_dim < dim:
         a, _ = writer.call(ops.split, a, sizes=[value_dim, dim - value_dim], name=("a", "padding"))
@@ -124,9 +127,10 @@ def norm_qk(writer: Writer, made: dict[str, Node], layer: int, weight_of_heads: 
 
 
 def more_of_scores(
-    writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int
+    writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int, selected: Node | None
 ) -> list[Recipe | Node | None]:
-    """Further arguments of `ops.attention`: sinks, scales of keys and values in fp8, slopes, ends; to the last one."""
+    """Further arguments of `ops.attention`, to the last one: sinks, scales of keys and values in fp8, slopes, ends, and
+    what is selected."""
     sinks = sinks_of(writer, attention, layer)
     roles = ("k_scale", "v_scale")
     is_scaled = cache.type.dtype == "fp8_e4m3"
@@ -134,7 +138,7 @@ def more_of_scores(
     slopes = None
     if attention.alibi != "none":
         slopes = alibi_slopes(attention.heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
-    more = [sinks, *scales, slopes, writer.ends.get(writer.model.layer_type(layer) or "")]
+    more = [sinks, *scales, slopes, writer.ends.get(writer.model.layer_type(layer) or ""), selected]
     while more and more[-1] is None:
         more.pop()
     return more
@@ -143,6 +147,29 @@ def more_of_scores(
 def sinks_of(writer: Writer, attention: AttentionConfig, layer: int) -> Recipe | None:
     """The sinks [N] of a layer, if it has some."""
     return W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
+
+
+def choose_blocks(
+    writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int
+) -> Node | None:
+    """The blocks i32[T, G, top_k] that a layer's queries attend to, by heads that are normed and rotated as the
+    attention's are; None: all."""
+    index = attention.index
+    if index is None or (index.layers is not None and index.layers[writer.model.layer_like(layer)] == "none"):
+        return None
+    made: dict[str, Node] = {}
+    rows = {"index_q": index.heads * index.dim, "index_k": index.dim}
+    for role, x in zip(rows, writer.linears(h, rows, False, layer), strict=True):
+        x = writer.call(ops.split_heads, x, heads=rows[role] // index.dim, name=role)
+        x = writer.norm(x, f"{role}_norm", layer, role) if attention.qk_norm == "per_head" else x
+        made[role] = x if rotary is None else rotate(writer, x, rotary.keys, rotary.interleaved, role)
+    k = writer.call(ops.merge_heads, made["index_k"], name="index_k")
+    cache = KV(writer.name("layer", layer), index_entry(writer.cache_dtype, index.dim), part="index")
+    local = {} if index.local == 1 else {"local": index.local}
+    chosen: Node = writer.call(
+        ops.index_blocks, made["index_q"], k, cache, block=index.block, top_k=index.top_k, **local, name="selected"
+    )
+    return chosen
 
 
 def alibi_slopes(heads: int, scale: float) -> Recipe:

@@ -60,8 +60,9 @@ def lower_attention(graph: Graph) -> Graph:
         _lower_latent(graph, attention)
     for attention in graph.find(ops.mqa_attention):
         _lower_mqa(graph, attention)
-    for chosen in graph.find(ops.index_topk):
-        _lower_index(graph, chosen)
+    for op in INDEXERS:
+        for chosen in graph.find(op):
+            _lower_index(graph, chosen)
     for pooled in graph.find(ops.compress):
         batch = graph.program_of(pooled).input("batch", BATCH)
         graph.replace({pooled: graph.insert(pooled, ops.paged_compress, *pooled.args, batch, **pooled.kwargs)})
@@ -69,7 +70,7 @@ def lower_attention(graph: Graph) -> Graph:
 
 
 def _lower(graph: Graph, attention: Node) -> None:
-    rotated, k, v, cache, *more = attention.args  # sinks, scales of entries in fp8, slopes, ends
+    rotated, k, v, cache, *more = attention.args  # sinks, scales of entries in fp8, slopes, ends, what is selected
     batch = graph.program_of(attention).input("batch", BATCH)
     (q, k, *turned), attributes = ahead_of_norm_rope(rotated, k)
     written = graph.insert(
@@ -127,12 +128,15 @@ def _lower_mqa(graph: Graph, attention: Node) -> None:
     graph.replace({attention: paged})
 
 
+INDEXERS = {ops.index_topk: ops.paged_index_topk, ops.index_blocks: ops.paged_index_blocks}
+
+
 def _lower_index(graph: Graph, chosen: Node) -> None:
-    q, k, weights, cache = chosen.args
+    q, k, *more = chosen.args  # weights of heads, if there are any, and the cache
     batch = graph.program_of(chosen).input("batch", BATCH)
     every = {name: value for name, value in chosen.kwargs.items() if name == "every"}
-    written = graph.insert(chosen, ops.write_index, q, k, cache, batch, name="index_q", **every)
-    paged = graph.insert(chosen, ops.paged_index_topk, written, weights, cache, batch, **chosen.kwargs)
+    written = graph.insert(chosen, ops.write_index, q, k, more[-1], batch, name="index_q", **every)
+    paged = graph.insert(chosen, INDEXERS[chosen.target], written, *more, batch, **chosen.kwargs)
     graph.replace({chosen: paged})
 
 

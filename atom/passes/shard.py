@@ -345,7 +345,8 @@ class _Writer:
         own = replace(cache, type=replace(cache.type, shape=(pair, heads, dim)))
         for place in (0, 3):  # sinks and slopes, by head
             more[place : place + 1] = [each and self._share(each) for each in more[place : place + 1]]
-        more[4:] = [self.whole(each) for each in more[4:]]  # ends, by token
+        more[4:5] = [self.whole(each) for each in more[4:5]]  # ends, by token
+        more[5:] = [self._value(each) for each in more[5:]]  # what is selected, by index head, whose heads are here
         return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *more, state=Divided())
 
     def mla_attention(self, node: Node) -> None:

@@ -452,6 +452,7 @@ def _argument(type: Any, rows: int) -> Any:
 def call_the_rest(arch: str) -> None:
     """Call what no step of these models calls."""
     attend(arch)
+    attend_to_blocks(arch)
     attend_images(arch)
     attend_to_sums()
     multiply_by_many_experts(arch)
@@ -505,6 +506,26 @@ def attend(arch: str) -> None:
                     attends.NormRopeAttention()(*args, sinks, *scales, **options, eps=1e-6)
                 rope.norm_rope_write(q, k, k, angle, angle, norm, norm, cache, batch, *scales, eps=1e-6)
                 rope.norm_rope(q, k, angle, angle, norm, norm, eps=1e-6)
+
+
+def attend_to_blocks(arch: str) -> None:
+    """To blocks that queries choose: few and many queries, whose blocks are in parts or not."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.triton.attention import block_sparse, paged
+
+    fp8, scale = torch.float8_e4m3fn, torch.ones(1)
+    numbers, rules = zeros(9, 600, dtype=torch.int32), {"block": 128, "top_k": 16}
+    for dtype, dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64)):
+        for kept in (dtype, fp8) if arch != "sm_80" and dtype != torch.float32 else (dtype,):
+            cache = PagedCache(zeros(4, 16, 2, 4, dim, dtype=kept), "full")
+            keys = PagedCache(zeros(4, 16, dim + (4 if kept == fp8 else 0), dtype=kept), "full")
+            scales = (scale if kept == fp8 else None,) * 2
+            for tokens, decodes in ((4, 4), (6000, 0)):
+                batch = Batch({"full": numbers}, {}, numbers[0, :10], numbers[0, :9], decodes)
+                selected = block_sparse.paged_index_blocks(zeros(tokens, 4, dim, dtype=dtype), keys, batch, **rules)
+                q = zeros(tokens, 64, dim, dtype=dtype)
+                args = q, cache, batch, None, *scales, None, None, selected
+                paged.PagedAttention()(*args, scale=0.1, block=128)
 
 
 def attend_images(arch: str) -> None:

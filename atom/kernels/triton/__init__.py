@@ -106,6 +106,14 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
     return accepts_cache(target, *types)
 
 
+def accepts_index(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
+    """index heads of up to 256 dims, a multiple of 4; a cache in fp8 from sm_89 on"""
+    dim = int(q.shape[-1])
+    if dim > MAX_TOWER_DIM or dim % 4:
+        return f"index heads have {dim} dims, not a multiple of 4 up to {MAX_TOWER_DIM}"
+    return accepts_cache(target, *types)
+
+
 def accepts_heads(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
     """heads of up to 256 dims"""
     dim = int(q.shape[-1])
@@ -302,6 +310,12 @@ def _load_attention(context: LoadContext) -> object:
     return SimpleNamespace(paged_attention=paged, norm_rope_attention=roped)
 
 
+def _load_blocks(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import block_sparse
+
+    return block_sparse
+
+
 def _load_segments(_context: LoadContext) -> object:
     from atom.kernels.triton.attention import segments
 
@@ -406,6 +420,7 @@ KERNELS: tuple[Kernel, ...] = (
     *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
     _kernel(ops.norm_rope, _load_rope, accepts_attention),
     _kernel(ops.norm_rope_write, _load_rope, accepts_attention),
+    _kernel(ops.paged_index_blocks, _load_blocks, accepts_index),
     _kernel(ops.paged_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),

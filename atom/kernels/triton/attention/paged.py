@@ -1,6 +1,6 @@
 """Paged attention: dispatch decodes and prompts to their kernels.
 
-Prompts may be chunks of prompts.
+Prompts may be chunks of prompts. Queries that choose blocks go to block_sparse.py.
 
 attend = PagedAttention()    # one object for all layers: it owns the memory that the parts of long sequences go through
 for layer in layers:
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.graph.batch import SharedPrefixes
-from atom.kernels.triton.attention import decode, prefill, shared_prefix
+from atom.kernels.triton.attention import block_sparse, decode, prefill, shared_prefix
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.rope import norm_rope_write
 from atom.kernels.triton.padded_alloc import new_rows
@@ -85,9 +85,16 @@ class Attention:
 class PagedAttention(Attention):
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, slopes: Tensor | None = None,
-                 ends: Tensor | None = None, *, scale: float, window: int | None = None,
-                 softcap: float | None = None, chunked: bool = False) -> Tensor:  # fmt: skip
+                 ends: Tensor | None = None, selected: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None, chunked: bool = False,
+                 block: int = 1) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
+        longest = batch.tables[cache.kind].shape[1] * cache.blocks.shape[1]
+        if selected is not None and longest > selected.shape[2] * block:  # else all blocks are chosen
+            assert has_rows(q) and cache.blocks.is_contiguous(), "heads and blocks must lie side by side"
+            out = new_rows(q, *q.shape)
+            block_sparse.attend_blocks(q, cache, batch, selected, sinks, k_scale, v_scale, out, scale, softcap, block)
+            return out
         return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, slopes, ends, scale, window, softcap,
                             chunked)  # fmt: skip
 

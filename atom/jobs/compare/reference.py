@@ -112,6 +112,7 @@ def run_reference(
                 tokens = [int(logits[-1].argmax())]
                 answer += tokens
             trace.answers.append(answer)
+    drop_unscaled(graph, trace)
     keep_common(trace)
     return trace
 
@@ -215,6 +216,21 @@ def rows_of(value: Any, num_tokens: int) -> Tensor | None:
     if rows.dim() < 2 or len(rows) != num_tokens:
         return None
     return rows.float() if rows.is_floating_point() else rows
+
+
+def drop_unscaled(graph: Graph, trace: Trace) -> None:
+    """Drop a router's weights, and what experts give by them, if the reference scales only the sum of the experts."""
+    for router in graph.find(ops.router):
+        weights, _ = results_of(router)
+        scale = router.kwargs.get("scale", 1.0)
+        if scale == 1.0 or not router.kwargs.get("renormalize"):
+            continue
+        readers = [user.name for user in weights.users if user.target is ops.experts]
+        for values in trace.values.values():
+            found = values.get((BODY, weights.name))
+            if found is not None and torch.allclose(found.sum(-1), torch.ones(len(found)), atol=1e-3):
+                for name in (weights.name, *readers):
+                    values.pop((BODY, name), None)
 
 
 def keep_common(trace: Trace) -> None:

@@ -181,7 +181,7 @@ class AttentionConfig:
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
     compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
     index: IndexConfig | None = (
-        None  # queries attend to what it chooses: mla: tokens, gqa: blocks of tokens, mqa: runs; null: to all
+        None  # chooses what queries see: mla: tokens, gqa: blocks, mqa: runs; null: all
     )
 
 

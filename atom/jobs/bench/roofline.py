@@ -28,14 +28,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from atom.graph import TORCH_DTYPES, Graph, Program, Recipe, State, ops
-from atom.graph.graph import call_of, node_leaves, type_of
+from atom.graph.graph import call_of, names_of, node_leaves, type_of
 from atom.graph.recipe_contents import held_bytes
 from atom.graph.shares import active_fraction, group_of, num_parts, num_parts_of_group
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
-from atom.state_rules import StateRule
+from atom.state_rules import StateRule, WindowRule
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention, ops.paged_mqa_attention)
+INDEXERS = (ops.paged_index_topk, ops.paged_index_blocks)
 # whose second result is the ids of experts
 ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer, ops.token_router)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
@@ -195,6 +196,8 @@ def program_costs(program: Program) -> Costs:
         matmuls = find_matmuls(node, weights)
         if node.target in ATTENTION:
             costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
+        elif node.target in INDEXERS:
+            costs.attention.append(index_costs(node))
         elif node.target.state_flops:
             costs.recurrent += recurrence_costs(node)
         elif node.target in ROUTERS:
@@ -248,17 +251,38 @@ def _num_groups(rows: Node) -> int:
     return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 
+def read_states(node: Node, most: int | None = None) -> tuple[tuple[StateRule, int], ...]:
+    """The states that a call reads. most: entries that a query chose of them; None: it reads all"""
+    states = [leaf for leaf in node_leaves(node) if isinstance(leaf, State)]
+    return tuple((leaf.rule if most is None else WindowRule(most), leaf.type.num_bytes) for leaf in states)
+
+
+def num_chosen(node: Node) -> int | None:
+    """The max number of entries that a query attends to, of those that an indexer chose; None: of all."""
+    names = names_of(node.target, len(node.args), *node.kwargs)
+    if "selected" not in names or (selected := node.args[names.index("selected")]) is None:
+        return None
+    return int(selected.meta["type"].shape[2]) * int(node.kwargs.get("block", 1))
+
+
+def index_costs(node: Node) -> Attention:
+    """Of scores of all keys, by the heads of an indexer."""
+    heads, dim = (int(size) for size in node.args[0].meta["type"].shape[1:])
+    return Attention(None, read_states(node), 2 * heads * dim, 2 * heads * dim)
+
+
 def attention_costs(node: Node, weight: Matmul | None) -> Attention:
-    states = tuple((leaf.rule, leaf.type.num_bytes) for leaf in node_leaves(node) if isinstance(leaf, State))
+    most = num_chosen(node)
+    states = read_states(node, most)
     query: Type = node.args[0].meta["type"]  # [T, N, D]
     heads, dim = (int(size) for size in query.shape[1:])
     if weight is None:
         flops = 4 * heads * dim
-        return Attention(node.kwargs.get("window"), states, flops, flops)
+        return Attention(node.kwargs.get("window") if most is None else most, states, flops, flops)
     rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
     entry, value = rank + int(node.args[1].meta["type"].shape[-1]), rows // heads - dim
     absorbed, expanded = entry + rank, dim + entry - rank + value
-    return Attention(None, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
+    return Attention(most, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
 
 
 def recurrence_costs(node: Node) -> list[Recurrence]:

@@ -59,6 +59,16 @@ b = attention(q_2, k_2, v, KV("layers.0", fp32[2, 2, 8], window=16), scale=0.5, 
         hand_over_attention(parse(shared), CPU)
 
 
+def test_attention_to_what_an_indexer_chooses_is_refused():
+    text = """\
+def body(q: fp32[T, 2, 4], k: fp32[T, 4]):
+    selected = index_blocks(q, k, KV("layers.0", fp32[4], part="index"), block=8, top_k=2)
+    return selected
+"""
+    with pytest.raises(UnsupportedError, match="layers attend to what an indexer chooses"):
+        hand_over_attention(parse(text), CPU)
+
+
 @pytest.mark.parametrize(("context", "after"), [(GPU, ON_A_GPU), (CPU, ON_A_CPU)])
 def test_attention_becomes_a_layer_of_another_engine(context, after):
     graph = hand_over_attention(parse(ATTENTION), context)

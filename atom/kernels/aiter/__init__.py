@@ -215,16 +215,18 @@ def _accepts_norm_router(
 
 
 def _accepts_attention(target: Target, q: Type, *types: Any, chunked: bool = False, **_attributes: Any) -> str | None:
-    """heads of up to 256 dims in bf16 and fp16, without slopes, ends and chunks; a cache in fp8 on gfx950"""
+    """heads of up to 256 dims in bf16 and fp16, without slopes, ends, chunks, choice; a cache in fp8 on gfx950"""
     place, cache = next((n, each) for n, each in enumerate(types) if isinstance(each, KV))
     dim = int(q.shape[-1])
     if chunked:
         return "attends no chunks"
-    slopes, ends = [*types[place + 5 :], None, None][:2]
+    slopes, ends, selected = [*types[place + 5 :], None, None, None][:3]
     if slopes is not None:
         return "lowers no scores by distance"
     if ends is not None:
         return "lets no query see later tokens"
+    if selected is not None:
+        return "attends to all blocks, not to those that an indexer chooses"
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
     if cache.type.dtype == FP8 and FNUZ in target.features:

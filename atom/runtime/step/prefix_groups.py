@@ -49,7 +49,7 @@ def find_rule(graph: Graph, limits: EngineLimits) -> PrefixRule | None:
         for node in program.nodes
         if node.target in (ops.paged_attention, ops.norm_rope_attention)
         if find_kernel(node.target, node.meta.get("kernel", "reference")).reads_prefixes_once
-        if "slopes" not in names_of(node.target, len(node.args), *node.kwargs)
+        if not {"slopes", "selected"} & {*names_of(node.target, len(node.args), *node.kwargs)}
         for state in node.args
         if isinstance(state, KV) and state.rule.keeps_all and node.kwargs.get("window") is None
     }

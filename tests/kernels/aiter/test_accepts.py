@@ -203,6 +203,8 @@ def test_slopes_and_chunks_of_attention_have_their_reason():
         assert accepts(*args, scale=0.1) is None
         assert accepts(*args, None, scale=0.1, window=16, chunked=True) == "attends no chunks"
         assert accepts(*args, slopes, scale=0.1) == "lowers no scores by distance"
+    chosen = "attends to all blocks, not to those that an indexer chooses"
+    assert attend(*args[:2], *args[-5:], None, None, Type("i32", ("T", 2, 4)), scale=0.1, block=16) == chosen
 
 
 def test_other_vendors_texts_have_no_word_of_it():

@@ -1,4 +1,4 @@
-"""Choose blocks of keys for each query, and attend to these only (MiniMax-M3's sparse attention).
+"""Choose blocks of keys for each query, and attend to these only.
 
     selected = paged_index_blocks(q, keys, batch, block=128, top_k=16)    # i32[T, G, top_k]
     attend_blocks(q, cache, batch, selected, sinks, k_scale, v_scale, out, scale, softcap, block)

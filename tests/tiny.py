@@ -25,7 +25,6 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
 MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
 INDEX = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 9}  # of few heads many scores would be 0 and tie
-INDEX = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 9}
 MINIMAX_M3 = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
               "intermediate_size": 24, "dense_intermediate_size": 40, "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3,
               "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip

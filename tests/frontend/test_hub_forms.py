@@ -91,6 +91,44 @@ def as_dory(tensors: Tensors) -> Tensors:
     return made
 
 
+def as_minimax_m3(tensors: Tensors) -> Tensors:
+    """Gate and up apart, as are experts, under the names of MiniMax-M3's files."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".self_attn.indexer.", ".self_attn.index_")
+        at, _, rest = name.partition(".mlp.")
+        sparse = f"{at}.block_sparse_moe."
+        if rest == "experts.gate_up_proj":
+            for expert, both in enumerate(tensor):
+                made |= {
+                    f"{sparse}experts.{expert}.{part}.weight": half.clone()
+                    for part, half in zip(("w1", "w3"), both.chunk(2), strict=True)
+                }
+        elif rest == "experts.down_proj":
+            made |= {f"{sparse}experts.{expert}.w2.weight": each.clone() for expert, each in enumerate(tensor)}
+        elif rest.endswith("gate_up_proj.weight"):
+            whole = f"{sparse}shared_experts" if rest.startswith("shared") else f"{at}.mlp"
+            made |= {
+                f"{whole}.{part}_proj.weight": half.clone()
+                for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True)
+            }
+        elif rest.startswith("gate.e_score"):
+            made[f"{sparse}e_score_correction_bias"] = tensor
+        elif rest.startswith(("gate.", "shared")):
+            made[sparse + rest] = tensor
+        else:
+            made[name] = tensor
+    made |= {"model.mtp.layers.0.norm.weight": torch.zeros(48)}
+    others = (
+        "vision_tower.vision_model.pre_layrnorm.weight",
+        "multi_modal_projector.linear_1.bias",
+        "patch_merge_mlp.linear_2.bias",
+    )
+    return {f"language_model.{name}": tensor for name, tensor in made.items()} | {
+        name: torch.zeros(4) for name in others
+    }
+
+
 def with_unused_keys(tensors: Tensors, layer: int = 4) -> Tensors:
     """Also keys and values of a layer that reads those of another."""
     at = f"model.language_model.layers.{layer}.self_attn."
@@ -525,6 +563,19 @@ FORMS = {
         without=("layer_types", "rope_parameters", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
                  "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor", "block_size"),
     ),
+    "minimax_m3": HubForm(
+        "vllm/models/minimax_m3/nvidia/model.py, common/indexer.py; MiniMaxAI/MiniMax-M3",
+        fields={"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "hidden_act": "swigluoai", "use_qk_norm": True, "qk_norm_type": "per_head",
+                "use_gemma_norm": True, "attention_output_gate": False, "scoring_func": "sigmoid", "use_routing_bias": True, "n_shared_experts": 1,
+                "moe_layer_freq": [0, 1, 1], "rope_theta": 50000.0, "partial_rotary_factor": 0.5, "num_mtp_modules": 7, "num_nextn_predict_layers": 1,
+                "sparse_attention_config": {
+                    "use_sparse_attention": True, "sparse_index_dim": 12, "sparse_num_index_heads": 2, "sparse_topk_blocks": 3,
+                    "sparse_block_size": 4, "sparse_score_type": "max", "sparse_init_block": 0, "sparse_local_block": 1,
+                    "sparse_disable_index_value": [0, 1, 1], "sparse_attention_freq": [0, 1, 1]}},
+        without=("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks", "layer_types", "mlp_layer_types",
+                 "rope_parameters"),
+        edit=as_minimax_m3,
+    ),
     "axk1": HubForm(
         f"{VLLM}/AXK1.py; skt/A.X-K1",
         fields={"first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "none", "num_nextn_predict_layers": 0},
@@ -861,6 +912,24 @@ def test_a_checkpoint_under_the_names_of_transformers_gives_its_logits(name: str
 
 
 REFUSED = {
+    "blocks that are always chosen": (
+        "minimax_m3", {"sparse_attention_config": {"sparse_init_block": 1}}, (), [], r"sparse_attention_config.sparse_init_block=1",
+    ),
+    "more blocks nearby than there are": (
+        "minimax_m3", {"index_local_blocks": 4}, (), [], r"model.attention.index.local=4 is more than top_k=3, which count them too",
+    ),
+    "index heads that do not divide": (
+        "minimax_m3", {"index_n_heads": 3}, (), [], r"model.attention.kv_heads=2 is not a multiple of index.heads=3",
+    ),
+    "an index without blocks": (
+        "minimax_m3", {}, (), ["model.attention.index.block=null"], r"model.attention.index.block has no value; an indexer needs it",
+    ),
+    "an index of layers with a window": (
+        "minimax_m3", {}, (), ["model.attention.window=7"], r"model.attention.window=7 is not supported with an index",
+    ),
+    "an index of layers of unknown kinds": (
+        "minimax_m3", {}, (), ["model.attention.index.layers=[none,shared,full]"], r"model.attention.index.layers: shared is not full or none",
+    ),
     "too many layers": (
         "nemotron_h", {"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 9}, ("layers_block_type", "layer_types"), [],
         r"model.layer_types names only 5 layers, the model has 9",

@@ -107,6 +107,13 @@ def test_where_another_reads_the_q_too_they_stay(text: str):
     assert_stays(text)
 
 
+def test_where_queries_chose_what_they_attend_to_they_stay():
+    chosen = PLAIN.replace("batch: Batch", "selected: i32[T, 2, 3], batch: Batch")
+    assert_stays(
+        chosen.replace("batch, scale=0.5", "batch, None, None, None, None, None, selected, scale=0.5, block=16")
+    )
+
+
 def test_where_another_call_lies_between_the_two_they_stay():
     other = 'c = paged_attention(q, KV("0", fp32[2, 2, 4]), batch, scale=0.5)'
     assert_stays(PLAIN.replace("    a = ", f"    {other}\n    a = ").replace("return a", "return a, c"))

@@ -96,6 +96,22 @@ def body(q: fp32[T, 2, 4], kv: fp32[T, 4], pooled: fp32[T, 4], chosen: i32[T, 1,
     assert text_of(lower_attention(parse(text))).strip() == lowered
 
 
+def test_blocks_are_chosen_among_the_keys_that_a_layer_writes():
+    text = """\
+def body(index_q: fp32[T, 2, 4], index_k: fp32[T, 4], q: fp32[T, 4, 4], k: fp32[T, 2, 4], v: fp32[T, 2, 4]):
+    selected = index_blocks(index_q, index_k, KV("0", fp32[4], part="index"), block=8, top_k=3)
+    a = attention(q, k, v, KV("0", fp32[2, 2, 4]), None, None, None, None, None, selected, scale=0.5, block=8)
+    return a"""
+    expected = """\
+def body(index_q: fp32[T, 2, 4], index_k: fp32[T, 4], q: fp32[T, 4, 4], k: fp32[T, 2, 4], v: fp32[T, 2, 4], batch: Batch):
+    index_q_1 = write_index(index_q, index_k, KV("0", fp32[4], part="index"), batch)
+    selected = paged_index_blocks(index_q_1, KV("0", fp32[4], part="index"), batch, block=8, top_k=3)
+    q_1 = norm_rope_write(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), batch, None, None)
+    a = paged_attention(q_1, KV("0", fp32[2, 2, 4]), batch, None, None, None, None, None, selected, scale=0.5, block=8)
+    return a"""
+    assert text_of(lower_attention(parse(text))).strip() == expected
+
+
 def test_a_rope_that_only_q_has_stays():
     lowered = text_of(lower_attention(parse(BEFORE.replace("k_2 = rope(k_1, cos, sin)", "k_2 = add(k_1, k_1)"))))
     assert "q_2 = rope(q_1, cos, sin)" in lowered

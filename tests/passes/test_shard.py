@@ -100,6 +100,20 @@ def test_heads_that_a_convolution_mixes_are_whole_on_each_rank(tmp_path: Path):
     assert all("share(" in str(call.args[3]) or "Share" in str(call.args[3]) for call in graph.find(ops.experts))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("ranks", "kv_heads", "groups"), [(2, 4, 2), (4, 2, 2), (4, 4, 2), (4, 2, 1)])
+def test_index_heads_go_with_their_heads_of_keys(ranks: int, kv_heads: int, groups: int, tmp_path: Path):
+    """groups: index heads, of which a rank has a part, or a whole one as others do"""
+    model = tiny.save_changed("minimax_m3", tmp_path / "m3", num_key_value_heads=kv_heads, index_n_heads=groups)
+    tokens, overrides = tiny.prompt(33), [f"checkpoint={tmp_path / 'm3'}", "dtype=fp32"]
+    made = logits_of_ranks(overrides, tokens, Mesh(ranks))
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    graph = sharded(semantic_graph(load(overrides)), Mesh(ranks))
+    chosen = [call.meta["type"].shape[1] for call in graph.find(ops.index_blocks)]
+    assert chosen == [max(1, groups // ranks)] * 2
+    assert {state.type.shape for state in graph.states() if state.part == "index"} == {(12,)}, "keys are of all heads"
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "ranks", "changes"), RECURRENT, ids=str)
 def test_recurrent_layers_are_divided_by_heads(name: str, ranks: int, changes: dict[str, Any], tmp_path: Path):

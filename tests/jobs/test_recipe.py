@@ -22,6 +22,13 @@ from atom.jobs.run import run
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in list_recipes())
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FREQ = [0] * 3 + [1] * 57
+MINIMAX_M3 = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3_vl_text", "hidden_size": 6144, "intermediate_size": 3072,
+    "dense_intermediate_size": 12288, "shared_intermediate_size": 3072, "num_hidden_layers": 60, "max_position_embeddings": 1048576, "vocab_size": 200064,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "rotary_dim": 64, "moe_layer_freq": FREQ,
+    "sparse_attention_config": {"sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_attention_freq": FREQ},
+}  # fmt: skip
 # recipe -> a published config, what differs from it in the recipe's model, and that one's published parameters
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "qwen3_235b_tp8_ep": ("qwen3_235b_a22b", {"quantization_config": FP8}, 235e9),
@@ -32,6 +39,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
         117e9,
     ),
     "deepseek_r1_tp8_mtp": ("deepseek_v3", {}, 671e9 + 11.5e9),  # with the layer that drafts
+    "minimax_m3_tp8_ep": ("qwen3_235b_a22b", MINIMAX_M3, 427e9),
     "kimi_k2_thinking_tp4": ("kimi_k2", {}, 1.03e12),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ def choose(case: Case, groups: int, block: int, top_k: int, seed: int = 0) -> tu
             numbers = torch.tensor(sorted([*others, own])).int()
             selected[token, group, : len(numbers)] = numbers
             for number in numbers.tolist():
-                seen = torch.arange(number * block, min((number + 1) * block, position + 1))
+                seen = torch.arange(number * block, min((number + 1) * block, int(case.batch.lengths[row])))
                 places = case.batch.tables[KIND][row, seen // size].long(), seen % size
                 kept[places] = blocks[places]
     return change(case, kept), selected

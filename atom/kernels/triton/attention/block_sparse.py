@@ -6,8 +6,11 @@
 Scores of blocks come first, for tiles of a sequence's queries with all index heads, so that a key is read once for
 them; then each query's best blocks are picked. Attention has a program for each query and key/value head, whose query
 heads are the rows of a tile; if these are few, each has some of the chosen blocks, and a second kernel merges them
-(flash decoding, Dao et al. 2023). Decodes and prompts go the same way, by `starts` and `lengths`: a launch depends on
-the numbers of tokens and sequences and the width of the table only.
+(flash decoding, Dao et al. 2023). Queries of a prompt that are next to each other and choose few different blocks are
+attended together, to all of these, each masking what it did not choose: fuller tiles make up for that.
+
+Decodes and prompts go the same way, by `starts` and `lengths`: a launch depends on the numbers of tokens and sequences
+and the width of the table only.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.graph.ops.sparse import SCALE_BYTES
+from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention.common import (
     NOTHING,
     attend_tile,
@@ -34,6 +38,9 @@ SCORES_BYTES = 64 << 20  # of blocks at once
 PROMPT_ROWS, DECODE_ROWS = 128, 16  # of a tile of scores: queries times index heads
 MAX_TILE = 128  # keys that are scored at once
 PROGRAMS_PER_UNIT = 4
+MAX_TOGETHER = 31  # queries, which have a bit each
+MAX_UNION = 3  # times the blocks of a query: those of queries that are attended together
+UNION_BINS = tl.constexpr(512)  # blocks that are looked for at once
 UNLIMITED = tl.constexpr(0x7FFFFFFF)
 LOWEST = tl.constexpr(-(1 << 63))
 
@@ -204,15 +211,21 @@ def paged_index_blocks(q: Tensor, cache: PagedCache, batch: Batch, *, block: int
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
 def _attend_blocks(
-    q, cache, table, starts, lengths, selected, sinks, k_scale, v_scale, out, sums, stats, num_sequences, table_stride,
-    q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q, cache, table, starts, lengths, selected, counts, sinks, k_scale, v_scale, out, sums, stats, num_sequences,
+    table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, DIM: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, QUERIES: tl.constexpr, LIMIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query's GROUP heads of a key/value head of HEADS, by a part of its blocks; GROUPS index heads chose TOP_K."""
+    """One query's GROUP heads of a key/value head of HEADS, by a part of its blocks; GROUPS index heads chose TOP_K.
+
+    counts: of `_unite_blocks`, of queries that are attended together; None: none are
+    """
     wait_for_inputs(PDL)
     token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if counts is not None:  # noqa: SIM102 - which is known when this is compiled
+        if tl.load(counts + token // QUERIES * GROUPS + head // (HEADS // GROUPS)) <= LIMIT:
+            return
     sequence, newest = find_token(starts, lengths, token, num_sequences, BLOCK_S)
     chosen = selected + (token * GROUPS + head // (HEADS // GROUPS)) * TOP_K
     places = tl.arange(0, BLOCK_K)
@@ -287,6 +300,101 @@ def _merge_parts(
     store_attended(acc, best, total, sinks, v_scale, out, heads, offsets, is_row, DIM)
 
 
+@jit(
+    do_not_specialize=["num_tokens", "num_sequences"],
+    do_not_specialize_on_alignment=["starts", "lengths"],
+)
+def _unite_blocks(
+    selected, starts, lengths, counts, numbers, choices, num_tokens, num_sequences, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_K: tl.constexpr, QUERIES: tl.constexpr, LIMIT: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The blocks that any of QUERIES tokens chose by an index head: numbers and choices i32[tiles, GROUPS, LIMIT], the
+    bits of which say which queries did, and counts i32[tiles, GROUPS]: above LIMIT if tokens are of several sequences.
+    """
+    wait_for_inputs(PDL)
+    tile, group = tl.program_id(0), tl.program_id(1)
+    first, last = tile * QUERIES, tl.minimum((tile + 1) * QUERIES, num_tokens) - 1
+    sequence, _ = find_token(starts, lengths, first, num_sequences, BLOCK_S)
+    last_sequence, newest = find_token(starts, lengths, last, num_sequences, BLOCK_S)
+    is_one = (sequence == last_sequence) & (newest >= last - first)
+    num_blocks = tl.where(is_one, (newest + BLOCK) // BLOCK, 0)
+    places, out = tl.arange(0, BLOCK_K), (tile.to(tl.int64) * GROUPS + group) * LIMIT
+    count = 0
+    for start in range(0, num_blocks, UNION_BINS):
+        bins = start + tl.arange(0, UNION_BINS)
+        bits = tl.zeros([UNION_BINS], tl.int32)
+        for query in range(0, QUERIES):
+            is_place = (places < TOP_K) & (first + query <= last)
+            chosen = selected + ((first + query).to(tl.int64) * GROUPS + group) * TOP_K
+            own = tl.load(chosen + places, mask=is_place, other=-1)
+            bits += tl.sum((own[:, None] == bins[None, :]).to(tl.int32), 0) << query
+        is_chosen = (bits != 0).to(tl.int32)
+        at = count + tl.cumsum(is_chosen, 0) - 1
+        is_kept = (is_chosen > 0) & (at < LIMIT)
+        tl.store(numbers + out + at, bins, mask=is_kept)
+        tl.store(choices + out + at, bits, mask=is_kept)
+        count += tl.sum(is_chosen, 0)
+    tl.store(counts + tile * GROUPS + group, tl.where(is_one, count, LIMIT + 1))
+
+
+@jit(
+    do_not_specialize=["num_tokens", "num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["table", "starts", "lengths"],
+)
+def _attend_tiles(
+    q, cache, table, starts, lengths, counts, numbers, choices, sinks, k_scale, v_scale, out, num_tokens,
+    num_sequences, table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    LIMIT: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """QUERIES tokens by the GROUP heads of a key/value head of HEADS, to all blocks that `_unite_blocks` found."""
+    wait_for_inputs(PDL)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    union = tile.to(tl.int64) * GROUPS + head // (HEADS // GROUPS)
+    count = tl.load(counts + union)
+    if count > LIMIT:
+        return
+    numbers += union * LIMIT
+    choices += union * LIMIT
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    queries = rows // GROUP
+    first = tile * QUERIES
+    last = tl.minimum(first + QUERIES, num_tokens) - 1
+    sequence, end = find_token(starts, lengths, last, num_sequences, BLOCK_S)
+    newest = end - (last - first) + queries
+    tokens, heads = (first + queries).to(tl.int64), head * GROUP + rows % GROUP
+    is_row = (queries < QUERIES) & (tokens < num_tokens)
+    q_rows = q + tokens * q_stride + heads * DIM
+    q_tile = tl.load(q_rows[:, None] + columns[None, :], mask=is_row[:, None] & (columns < DIM)[None, :], other=0.0)
+    if cache.dtype.element_ty != q.dtype.element_ty and not cache.dtype.element_ty.is_fp8():
+        q_tile = q_tile.to(tl.float32)
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
+    if v_scale is not None:
+        v_scale = tl.load(v_scale)
+    keys = cache + head * DIM
+    blocks = table + sequence.to(tl.int64) * table_stride
+    best = tl.full([BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    TILES: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N
+    for step in range(0, count * TILES):
+        inside = step % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        positions = tl.load(numbers + step // TILES) * BLOCK + inside
+        is_there = (inside < BLOCK) & (positions <= end)
+        offsets, k = load_tile(keys, blocks, positions, is_there, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_D)
+        is_value = is_there[:, None] & (columns < DIM)[None, :]
+        v = tl.load(keys + HEADS * DIM + offsets[:, None] + columns[None, :], mask=is_value, other=0.0)
+        has_chosen = (tl.load(choices + step // TILES) >> queries) & 1
+        newest_seen = tl.where(has_chosen > 0, newest, -1)
+        is_seen = is_there[None, :] & (positions[None, :] <= newest_seen[:, None])
+        best, total, acc = attend_tile(q_tile, k, v, best, total, acc, is_seen, k_scale, None, positions[None, :],
+                                       SCALE, SOFTCAP)  # fmt: skip
+    store_attended(acc, best, total, sinks, v_scale, out, heads, (tokens * (HEADS * GROUP) + heads) * DIM, is_row, DIM)
+
+
 def attend_blocks(q: Tensor, cache: PagedCache, batch: Batch, selected: Tensor, sinks: Tensor | None,
                   k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, softcap: float | None,
                   block: int) -> None:  # fmt: skip
@@ -296,24 +404,41 @@ def attend_blocks(q: Tensor, cache: PagedCache, batch: Batch, selected: Tensor, 
     block_size, _, kv_heads, _ = blocks.shape[1:]
     if not num_tokens:
         return
-    gpu, num_sequences, group = find_gpu(q.device), len(batch.lengths), num_heads // kv_heads
-    programs = num_tokens * kv_heads
+    gpu, group, programs = find_gpu(q.device), num_heads // kv_heads, num_tokens * kv_heads
     parts = min(next_power_of_2(top_k), next_power_of_2(max(1, PROGRAMS_PER_UNIT * gpu.units // (2 * programs))))
-    sums = stats = None
+    sums = stats = counts = None
     if parts > 1:
         sums = torch.empty((programs, parts, group, dim), device=q.device)
         stats = torch.empty((programs, parts, group, 2), device=q.device)
-    block_d, block_m = max(16, next_power_of_2(dim)), max(16, next_power_of_2(group))
-    size = product_size(q, blocks)
-    tile = min(next_power_of_2(max(16, block)), max(16, (16 << 10) // (block_d * size)))
-    sizes = kv_heads, group
+    block_d, size, num_sequences = max(16, next_power_of_2(dim)), product_size(q, blocks), len(batch.lengths)
+    bucket, block_k = sequence_bucket(num_sequences), max(2, next_power_of_2(top_k))
+    given = q, blocks, table, batch.starts, batch.lengths
+    rules = scale, softcap, block, block_size, kv_heads, group, groups
+    tiling = prefill.choose(block_d, size, blocks.element_size(), gpu)
+    together, limit = min(MAX_TOGETHER, tiling.rows // next_power_of_2(group)), MAX_UNION * top_k
+    if parts == 1 and together > 1:
+        num_tiles = -(-num_tokens // together)
+        counts = torch.empty((num_tiles, groups), dtype=torch.int32, device=q.device)
+        numbers, choices = torch.empty((2, num_tiles, groups, limit), dtype=torch.int32, device=q.device)
+        _unite_blocks[(num_tiles, groups)](
+            selected, batch.starts, batch.lengths, counts, numbers, choices, num_tokens, num_sequences, block, groups,
+            top_k, together, limit, bucket, block_k, num_warps=4, **gpu.options,
+        )  # fmt: skip
+        registers = {} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}
+        _attend_tiles[(num_tiles, kv_heads)](
+            *given, counts, numbers, choices, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table.stride(0),
+            q.stride(0), *rules, together, limit, dim, bucket, tiling.rows,
+            min(tiling.positions, max(16, next_power_of_2(block))), block_d, num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages, **registers, **gpu.options,
+        )  # fmt: skip
+    block_m, is_small = max(16, next_power_of_2(group)), block_d <= 128 and size < 4
+    tile = min(max(16, next_power_of_2(block)), max(16, (16 << 10) // (block_d * size)))
     _attend_blocks[(num_tokens, kv_heads, parts)](
-        q, blocks, table, batch.starts, batch.lengths, selected, sinks, k_scale, v_scale, out, sums, stats,
-        num_sequences, table.stride(0), q.stride(0), scale, softcap, block, block_size, *sizes, groups, top_k, dim,
-        parts, sequence_bucket(num_sequences), block_m, tile, max(2, next_power_of_2(top_k)), block_d,
-        num_warps=4 if block_m < 64 else 8, num_stages=3 if block_d <= 128 and size < 4 else 2, **gpu.options,
+        *given, selected, counts, sinks, k_scale, v_scale, out, sums, stats, num_sequences, table.stride(0),
+        q.stride(0), *rules, top_k, dim, parts, together, limit, bucket, block_m, tile, block_k, block_d,
+        num_warps=4 if block_m < 64 else 8, num_stages=3 if is_small else 2, **gpu.options,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(num_tokens, kv_heads)](
-            sums, stats, sinks, v_scale, out, *sizes, dim, parts, block_m, block_d, num_warps=4, **gpu.options
+            sums, stats, sinks, v_scale, out, kv_heads, group, dim, parts, block_m, block_d, num_warps=4, **gpu.options
         )

@@ -77,6 +77,25 @@ def test_half_precision_and_caches_in_fp8_are_as_near_to_the_truth(
     assert_as_near(out, reference(case, selected, *scales, scale=0.1, block=8), truth, 2.0)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("max_union", [1, 2, 8])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_queries_that_choose_few_different_blocks_are_attended_together(
+    triton_device: str, monkeypatch: pytest.MonkeyPatch, max_union: int, top_k: int
+):
+    """8 with 3 heads each are a tile of fp32, which may have tokens of two sequences, or of none."""
+    monkeypatch.setattr(block_sparse, "MAX_UNION", max_union)
+    gpu = block_sparse.find_gpu(torch.device(triton_device))
+    monkeypatch.setattr(block_sparse, "find_gpu", lambda _: gpu._replace(units=2))
+    case = make_case([9], [(37, 90), (2, 30), (20, 20)], kv_heads=4, heads=12, dim=20, block_size=3, has_sinks=True)
+    case, selected = choose(case, 2, 8, top_k)
+    case = case._replace(q=torch.cat((case.q, case.q[:3])))
+    selected = torch.cat((selected, selected[:3]))
+    out = run(case, triton_device, selected, scale=0.3, block=8)
+    assert_equal(out, reference(case, selected, scale=0.3, block=8))
+    assert not out[-3:].any(), "tokens of no sequence"
+
+
 def test_decodes_of_several_queries_equal_the_reference(triton_device: str):
     case, selected = choose(make_case([], [(3, 20), (3, 33), (3, 3), (9, 12)], kv_heads=2, heads=6), 2, 8, 2)
     case = change(case, num_decodes=3, query_len=3)

@@ -45,6 +45,11 @@ def choose_blocks(scores: Tensor, own: Tensor, top_k: int, local: int) -> Tensor
     return chosen.masked_fill_(chosen == last, -1).int()
 
 
+def chooses_all(selected: Tensor, cache: PagedCache, batch: Batch, block: int) -> bool:
+    """Whether no sequence can have more blocks than a query chooses, as the host knows: attention is then to all."""
+    return batch.tables[cache.kind].shape[1] * cache.blocks.shape[1] <= selected.shape[2] * block
+
+
 def _choose_last(q: Tensor, k: Tensor, block: int, top_k: int, local: int) -> Tensor:
     """What the last Q of L positions choose: i32[Q, G, top_k]"""
     sees = causal_mask(len(q), len(k), None, q.device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, library
 
 from atom.graph import Batch, PagedCache
+from atom.graph.ops.block_sparse import chooses_all
 from atom.kernels.backend import LoadContext
 from atom.kernels.cpp.build import ATTENTION, load_library
 from atom.kernels.torch import attention, rope
@@ -53,6 +54,8 @@ class PagedAttention(attention.PagedAttention):
                  window: int | None = None, softcap: float | None = None, chunked: bool = False,
                  block: int = 1) -> Tensor:  # fmt: skip
         """Shapes as in the op."""
+        if selected is not None and chooses_all(selected, cache, batch, block):
+            selected = None
         cuts_blocks = selected is not None and block % cache.blocks.shape[1] > 0
         is_other = slopes is not None or chunked or cuts_blocks
         if batch.num_single_query != len(q) or q.shape[2] > MAX_DIM or is_other:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
+from atom.graph.ops.block_sparse import chooses_all
 from atom.kernels.torch.block_sparse import attend_blocks
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.softmax import Rule
@@ -33,7 +34,7 @@ class PagedAttention:
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
         rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values, slopes), cache.blocks
-        if selected is not None:
+        if selected is not None and not chooses_all(selected, cache, batch, block):
             out = q.new_zeros(q.shape)
             attend_blocks(q, cache, batch, selected, rule, block, out)
             return out

@@ -44,6 +44,15 @@ def test_attention_reads_chosen_blocks_only(backend: str, is_decoding: bool, dra
     assert_equal(load(backend)(*case, *args, **attributes), expected)
 
 
+def test_where_all_blocks_are_chosen_attention_is_dense(monkeypatch: pytest.MonkeyPatch):
+    case, selected = choose(make_case([20, 30], [(9, 31)], kv_heads=2, heads=4), 2, 8, 4)
+    monkeypatch.setattr("atom.kernels.torch.attention.attend_blocks", None)
+    args = None, None, None, None, selected
+    assert_equal(PagedAttention()(*case, *args, scale=0.3, block=8), ops.paged_attention.body(*case, scale=0.3))
+    with pytest.raises(TypeError):
+        PagedAttention()(*case, *args, scale=0.3, block=7)
+
+
 def test_tiles_shrink_where_the_context_is_very_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_sparse, "MAX_SCORES", 500)
     case, selected = choose(make_case([], [(40, 90)], kv_heads=2, heads=6), 2, 8, 3)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.graph.batch import SharedPrefixes
+from atom.graph.ops.block_sparse import chooses_all
 from atom.kernels.triton.attention import block_sparse, decode, prefill, shared_prefix
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.rope import norm_rope_write
@@ -89,8 +90,7 @@ class PagedAttention(Attention):
                  window: int | None = None, softcap: float | None = None, chunked: bool = False,
                  block: int = 1) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
-        longest = batch.tables[cache.kind].shape[1] * cache.blocks.shape[1]
-        if selected is not None and longest > selected.shape[2] * block:  # else all blocks are chosen
+        if selected is not None and not chooses_all(selected, cache, batch, block):
             assert has_rows(q) and cache.blocks.is_contiguous(), "heads and blocks must lie side by side"
             out = new_rows(q, *q.shape)
             block_sparse.attend_blocks(q, cache, batch, selected, sinks, k_scale, v_scale, out, scale, softcap, block)

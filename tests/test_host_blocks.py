@@ -58,6 +58,7 @@ def load_always(engine: LLMEngine) -> LLMEngine:
         ("deepseek_v4", {}),
         ("deepseek_v3", {"kv_cache_dtype": "fp8"}),
         ("llama", {"method": "ngram"}),
+        ("minimax_m3", {}),
     ],
 )
 def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, Any], open_engine: Open):

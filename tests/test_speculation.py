@@ -129,8 +129,9 @@ def test_ngram_gives_the_tokens_of_none(open_engine: Open):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "olmo2", "glm4_moe", "deepseek_v4"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "olmo2", "glm4_moe", "minimax_m3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "olmo2", "glm4_moe", "deepseek_v4", "minimax_m3"]
+)
 def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting: Callable[[Any], None]):
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))

@@ -180,9 +180,7 @@ class AttentionConfig:
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
     compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
-    index: IndexConfig | None = (
-        None  # chooses what queries see: mla: tokens, gqa: blocks, mqa: runs; null: all
-    )
+    index: IndexConfig | None = None  # chooses what queries see: mla: tokens, gqa: blocks, mqa: runs; null: all
 
 
 @dataclass
@@ -823,6 +821,7 @@ class PassesConfig:
     fuse_lora: bool = True  # merge adapters into their linear
     fuse_sibling_linears: bool = True  # merge other linears of a layer that read the same tensor
     fuse_linear_gate: bool = True  # merge a linear and the gated activation after it
+    fuse_linear_activate: bool = True  # merge a linear of a tower and the activation after it
     fuse_norm_linear: bool = True  # merge a norm and the linear that reads it
     fuse_norm_router: bool = True  # merge a norm and the router that reads it
     fuse_gated_delta: bool = True  # merge convolution, gates and norm into a gated delta rule

@@ -27,6 +27,7 @@ from atom.passes.context import PassContext
 from atom.passes.fuse_gate_quant import fuse_gate_quant
 from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_gated_delta import fuse_gated_delta
+from atom.passes.fuse_linear_activate import fuse_linear_activate
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_lora import fuse_lora
 from atom.passes.fuse_norm_linear import fuse_norm_linear
@@ -65,6 +66,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_lora, 1, ops.LOWERED),
     (fuse_sibling_linears, 1, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
+    (fuse_linear_activate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
     (fuse_norm_router, 1, ops.LOWERED),
     (fuse_norm_rope_attention, 1, ops.LOWERED),

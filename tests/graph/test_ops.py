@@ -61,6 +61,7 @@ CALLS = [
     (ops.scale_by_rms, ("bf16[T, 24]", "fp32[T, 1]", "bf16[24]"), {"columns": 48, "eps": 1e-6}),
     (ops.scale_by_rms, ("bf16[T, 24]", "fp32[T, 3]", "bf16[24]", "i64[1]"), {"columns": 48, "eps": 1e-6}),
     (ops.gated_linear, ("bf16[T, 24]", "bf16[14, 24]"), {"kind": "silu"}),
+    (ops.linear_activate, ("bf16[T, 24]", "bf16[14, 24]", "bf16[14]"), {"kind": "gelu_tanh"}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]", "bf16[14]"), {"eps": 1e-6, "kind": "silu"}),
     (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
@@ -286,7 +287,7 @@ def test_every_op_documents_its_shapes():
 
 def test_which_arguments_are_weights():
     found = {op.name: [list(op.signature.parameters)[place] for place in op.weights] for op in OWN}
-    linears = ("linear", "gated_linear", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
+    linears = ("linear", "gated_linear", "linear_activate", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
                "add_norm_router", "token_router")  # fmt: skip
     expected = {name: ["weight"] for name in linears} | {
         "mla_attention": ["kv_b"],

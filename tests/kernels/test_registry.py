@@ -32,6 +32,7 @@ from atom.kernels.registry import BACKENDS, MODULES, ORDER
 
 GPUS = [Target("cuda", frozenset({"nvidia", "sm_90"})), Target("cuda", frozenset({"amd", "gfx942"}))]
 BY_TRITON = [kernel.op for kernel in backend.KERNELS]
+NVIDIA_ONLY = {ops.linear_activate}
 
 
 def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is_named():
@@ -54,7 +55,7 @@ def test_a_backend_or_a_kernel_that_is_not_there_is_named():
 LINEARS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 
 
-@pytest.mark.parametrize("op", BY_TRITON, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in BY_TRITON if op not in NVIDIA_ONLY], ids=lambda op: op.name)
 def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_refuses(op: ops.Op):
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
@@ -77,6 +78,18 @@ def test_linears_take_rows_in_two_dims_and_the_gates_that_they_have(op: ops.Op):
     assert accepts(GPUS[0], Type("bf16", ("T", 8, 64)), row) == "takes rows in two dims"
     assert accepts(GPUS[0], row, row, kind="swigluoai") == "has no swigluoai gate"
     assert accepts(GPUS[0], row, row, kind="silu") is None
+
+
+def test_an_epilogue_takes_gelu_by_tanh_in_half_precision_on_nvidia():
+    accepts, row = find_kernel(ops.linear_activate, "triton").accepts, Type("bf16", ("M", 64))
+    asked = [accepts(target, row, row, row, kind="gelu_tanh") for target in (*GPUS, Target("cpu"))]
+    assert asked == [None, "calls a library of NVIDIA's", "runs on cuda, not on cpu"]
+    assert accepts(GPUS[0], row, row, row, kind="gelu") == "has no epilogue with gelu in bf16"
+    wide = Type("fp32", ("M", 64))
+    assert accepts(GPUS[0], wide, wide, wide, kind="gelu_tanh") == "has no epilogue with gelu_tanh in fp32"
+    packed = Type("bf16", (64, 64), "int8z")
+    assert accepts(GPUS[0], row, packed, row, kind="gelu_tanh") == "its weight is stored as int8z"
+    assert accepts(GPUS[0], Type("fp16", ("M", 8, 64)), row, kind="gelu_tanh") == "takes rows in two dims"
 
 
 def test_latent_attention_takes_entries_of_up_to_512_and_64_dims():

@@ -72,7 +72,7 @@ from atom.graph.ops.dense import (
     split,
     xielu,
 )  # fmt: skip
-from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear, norm_rope_attention
+from atom.graph.ops.fused import add_norm_linear, gated_linear, linear_activate, norm_linear, norm_rope_attention
 from atom.graph.ops.latent import (
     attend_latent,
     mla_attention,
@@ -122,9 +122,9 @@ __all__ = [
     "collect", "combine", "compress", "deviations_of", "dispatch", "embedding", "ends_of_experts", "expand_lora",
     "experts", "fold_rows", "gated_activate", "gated_delta", "gated_delta_net", "gated_linear", "gather_tokens",
     "gaussian_topk", "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share",
-    "index_blocks", "index_topk", "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_by_head",
-    "local_tokens", "lora", "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams", "mla_attention",
-    "mqa_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
+    "index_blocks", "index_topk", "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_activate",
+    "linear_by_head", "local_tokens", "lora", "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams",
+    "mla_attention", "mqa_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
     "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_compress", "paged_index_blocks",
     "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters", "place_rows", "plain_experts",
     "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",

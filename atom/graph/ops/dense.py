@@ -189,12 +189,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _activate(x: Type, *, kind: str) -> Type:
+def activate_type(x: Type, *, kind: str) -> Type:
     need(kind in ACTIVATIONS, f"there is no activation '{kind}'; kinds: {', '.join(ACTIVATIONS)}")
     return x
 
 
-@op(_activate)
+@op(activate_type)
 def activate(x: Tensor, *, kind: str) -> Tensor:
     """x [...] -> [...]; kind is a key of ACTIVATIONS"""
     return ACTIVATIONS[kind](x)

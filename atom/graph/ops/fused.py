@@ -1,6 +1,7 @@
 """Fused ops, which are faster for few rows of tokens.
 
 A linear fused with the norm before it or the gated activation after it; attention fused with the cache write before it.
+The activation in `linear_activate` saves as much of many rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from atom.graph.batch import Batch, PagedCache
 from atom.graph.formats import check_act
 from atom.graph.ops.attention import norm_rope_write, paged_attention
 from atom.graph.ops.base import LOWERED, op
-from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
+from atom.graph.ops.dense import (
+    activate,
+    activate_type,
+    add_rms_norm,
+    gated_activate,
+    gated_activate_type,
+    linear,
+    linear_type,
+    rms_norm,
+)
 from atom.graph.packed import PackedWeight
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
@@ -36,6 +46,16 @@ def gated_linear(x: Tensor, weight: Tensor | PackedWeight, *, kind: str, act: st
     gives: the act of the linears that read the result, if nothing else does: their kernel may take its rows quantized.
     """
     return gated_activate(linear(x, weight, act=act), kind=kind)  # type: ignore[no-any-return]
+
+
+def _linear_activate(x: Type, weight: Type, bias: Type, *, kind: str) -> Type:
+    return activate_type(linear_type(x, weight, bias), kind=kind)
+
+
+@op(_linear_activate, level=LOWERED, weight=1)
+def linear_activate(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor, *, kind: str) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> activate(linear(x)), [T, O]; kernels may skip the rounding in between"""
+    return activate(linear(x, weight, bias), kind=kind)  # type: ignore[no-any-return]
 
 
 def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *, eps: float,

@@ -183,6 +183,15 @@ def _refuse_packed(weight: Type) -> str | None:
     return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
 
+def accepts_activated(target: Target, x: Type, *_types: Any, kind: str, **_attributes: Any) -> str | None:
+    """gelu_tanh in bf16 and fp16 on NVIDIA, x of two dims"""
+    if kind != "gelu_tanh" or x.dtype not in ("bf16", "fp16"):
+        return f"has no epilogue with {kind} in {x.dtype}"
+    if len(x.shape) != 2:
+        return "takes rows in two dims"
+    return None if "nvidia" in target.features else "calls a library of NVIDIA's"
+
+
 def accepts_lora(
     _target: Target, *_types: Any, sizes: Sequence[int], kind: str | None = None, **_attributes: Any
 ) -> str | None:
@@ -289,6 +298,12 @@ def _load_linears(context: LoadContext) -> object:
     from atom.kernels.triton.linear.linear import Linears
 
     return context.share(Linears)
+
+
+def _load_epilogue(_context: LoadContext) -> object:
+    from atom.kernels.triton.linear import epilogue
+
+    return epilogue
 
 
 def _load_residuals(_context: LoadContext) -> object:
@@ -418,6 +433,7 @@ def _by_torch(op: Op) -> Kernel:
 layout_of_linears = kinds_in(SPLIT, TYPES)
 KERNELS: tuple[Kernel, ...] = (
     *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
+    _kernel(ops.linear_activate, _load_epilogue, accepts_activated),
     _kernel(ops.norm_rope, _load_rope, accepts_attention),
     _kernel(ops.norm_rope_write, _load_rope, accepts_attention),
     _kernel(ops.paged_index_blocks, _load_blocks, accepts_index),

@@ -58,11 +58,22 @@ def test_what_does_not_fit_is_refused():
         ops.add_norm_linear.infer(x, Type("fp32", ("T", 6)), Type("fp32", (8,)), weight, eps=EPS)
     with pytest.raises(ValueError, match="there is no activation 'swish'"):
         ops.gated_linear.infer(x, weight, kind="swish")
+    with pytest.raises(ValueError, match="there is no activation 'swish'"):
+        ops.linear_activate.infer(x, weight, Type("fp32", (6,)), kind="swish")
     with pytest.raises(ValueError, match="7 does not divide by 2"):
         ops.norm_linear.infer(x, Type("fp32", (8,)), Type("fp32", (7, 8)), eps=EPS, kind="silu")
 
 
-@pytest.mark.parametrize("op", [ops.gated_linear, ops.norm_linear, ops.add_norm_linear, ops.norm_rope_attention])
+def test_a_linear_is_activated_with_its_bias(tensors: dict[str, Tensor]):
+    x, weight, bias = (tensors[name] for name in ("a", "weight", "bias"))
+    expected = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    made = checked(ops.linear_activate, x.float(), weight.float(), bias.float(), kind="gelu_tanh")
+    assert_close(made, expected)
+
+
+@pytest.mark.parametrize(
+    "op", [ops.gated_linear, ops.linear_activate, ops.norm_linear, ops.add_norm_linear, ops.norm_rope_attention]
+)
 def test_they_are_ops_of_a_lowered_text_only(op: ops.Op):
     assert op.level == ops.LOWERED
 

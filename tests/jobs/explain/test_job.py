@@ -140,7 +140,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, add_lora, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize, offload_tables, fuse_lora, fuse_sibling_linears"
     assert (
         code == 2
-        and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_router, fuse_norm_rope_attention, fuse_gated_delta, select"
+        and f"stages: {stages}, fuse_linear_gate, fuse_linear_activate, fuse_norm_linear, fuse_norm_router, fuse_norm_rope_attention, fuse_gated_delta, select"
         in err
     )
 

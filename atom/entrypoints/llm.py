@@ -24,7 +24,7 @@ from atom.entrypoints.args import Parser
 from atom.entrypoints.refused_flags import refusal_of
 from atom.entrypoints.vllm_args import VLLMArgs, spell_flag
 from atom.errors import ConfigError, RequestError, UnsupportedError
-from atom.images.prompts import show_placeholders
+from atom.images.prompts import show_prompt
 from atom.llm import LLMEngine
 from atom.prompts import Prompt, encode_conversations, prompt_of, prompts_of
 from atom.runtime.types import Logprobs, openai_reason
@@ -280,8 +280,7 @@ class LLM:
         if first.params.prompt_logprobs is not None:
             prompt_logprobs = [None if each is None else self._spell(each) for each in first.prompt_logprobs]
         outputs = [self._describe_answer(each) for each in sequences]
-        vision = self.llm_engine.config.model.vision
-        tokens = first.prompt if vision is None else show_placeholders(first.prompt, vision.row_token or vision.token)
+        tokens = show_prompt(first.prompt, self.llm_engine.config.model.vision)
         return RequestOutput(
             first.request_id, text, tokens, prompt_logprobs, outputs, num_cached_tokens=first.num_cached
         )

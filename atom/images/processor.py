@@ -21,7 +21,7 @@ import numpy as np
 from atom.config import TilesConfig, VisionConfig
 from atom.errors import ConfigError, RequestError
 from atom.images.tiles import Pixels, cut_tiles
-from atom.images.types import DIGEST_MASK, Image
+from atom.images.types import OF_VIDEO, Image
 
 NO_LIMIT = 1 << 62  # of pixels
 MAX_RATIO = 200  # of an image's sides, from which on transformers refuses it
@@ -123,14 +123,12 @@ def count_room(height: int, width: int, processor: Processor, max_pixels: int) -
     return room if rows * columns > tiles.over and tiles.max != 1 and room >= tiles.min else 0
 
 
-def with_digest(image: Image, processor: Processor, kind: str = "image") -> Image:
-    """An image with 62 bits of SHA-256, so that nobody can make one that is taken for one of somebody else.
-
-    kind: of which equal patches are equal images
-    """
-    made = hashlib.sha256(repr((image.grids, processor[:3], kind)).encode())
+def with_digest(image: Image, processor: Processor, *, is_of_video: bool = False) -> Image:
+    """An image with 61 bits of SHA-256, so that nobody can make one that is taken for one of somebody else."""
+    made = hashlib.sha256(repr((image.grids, processor[:3])).encode())
     made.update(image.pixels)
-    return msgspec.structs.replace(image, digest=int.from_bytes(made.digest()[:8], "little") & DIGEST_MASK)
+    number = int.from_bytes(made.digest()[:8], "little") % OF_VIDEO
+    return msgspec.structs.replace(image, digest=number + OF_VIDEO * is_of_video)
 
 
 def is_whole(image: Image, processor: Processor) -> bool:

@@ -1,20 +1,33 @@
 """Put the placeholders of images into tokenized prompts.
 
 tokens, placed = place_images([1, 9, 2], [image], token=9)      # [1, -17, -18, …, 2], (PlacedImage(image, 1, 1 + n),)
-show_placeholders(tokens, token=9)                              # [1, 9, 9, …, 2]
+show_placeholders(tokens, token=9, video_token=8)               # [1, 9, 9, …, 2]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from atom.config import VisionConfig
 from atom.errors import RequestError
-from atom.images.types import Image, PlacedImage, placeholders_of
+from atom.images.types import Image, PlacedImage, is_of_video, placeholders_of
 
 
-def show_placeholders(tokens: Sequence[int], token: int | None) -> list[int]:
-    """A prompt's tokens with the image token in place of each placeholder. token: None: the prompt has none"""
-    return [each if each >= 0 or token is None else token for each in tokens]
+def show_placeholders(tokens: Sequence[int], token: int, video_token: int | None = None) -> list[int]:
+    """A prompt's tokens with the image token in place of each placeholder, or the video token of a video's.
+
+    video_token: None: videos have none
+    """
+    of_video = token if video_token is None else video_token
+    return [each if each >= 0 else of_video if is_of_video(each) else token for each in tokens]
+
+
+def show_prompt(tokens: Sequence[int], vision: VisionConfig | None) -> list[int]:
+    """A prompt's tokens without placeholders. vision: of the model; None: it reads no images"""
+    token = None if vision is None else vision.token if vision.row_token is None else vision.row_token
+    if vision is None or token is None:
+        return list(tokens)
+    return show_placeholders(tokens, token, None if vision.video is None else vision.video.token)
 
 
 def place_images(

@@ -28,7 +28,7 @@ from atom.images.decode import Decoder
 from atom.images.decode_process import as_rgb
 from atom.images.layout import join, lay_out
 from atom.images.processor import Processor, import_pillow, prepare, processor_of
-from atom.images.prompts import place_images, show_placeholders
+from atom.images.prompts import place_images, show_prompt
 from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage
 from atom.images.videos import FPS, Video, find_images, frame_processor, pair_frames, place_videos
@@ -124,8 +124,8 @@ class ImageReader:
         return made, tuple(sorted((*placed, *find_images(made, videos)), key=lambda each: each.start))
 
     def show(self, tokens: Sequence[int]) -> list[int]:
-        """A prompt's tokens with the image token in place of each placeholder."""
-        return show_placeholders(tokens, self.processor.row_token)
+        """A prompt's tokens with the image token, or that of a video, in place of each placeholder."""
+        return show_prompt(tokens, self._vision)
 
     def close(self) -> None:
         """End the processes that decode."""

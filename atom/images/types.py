@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 DIGEST_MASK = (1 << 62) - 1
+OF_VIDEO = 1 << 61  # the bit of digests that those of a video's images have, and no other
 Grid = tuple[int, int, int]  # frames, height and width of a segment, in patches
 
 
@@ -43,6 +44,11 @@ class PlacedImage(NamedTuple):
 def placeholder(digest: int, row: int) -> int:
     """The negative token id that stands for a row of an image."""
     return -1 - ((digest + row) & DIGEST_MASK)
+
+
+def is_of_video(token: int) -> bool:
+    """Whether a placeholder stands for a row of a video's image."""
+    return bool(-1 - token & OF_VIDEO)
 
 
 def placeholders_of(image: Image) -> list[int]:

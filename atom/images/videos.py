@@ -23,7 +23,6 @@ from atom.images.processor import Processor, with_digest
 from atom.images.types import Image, PlacedImage, placeholder, placeholders_of
 
 FPS = 2.0  # of frames of which nothing says it: how many Qwen's own processors take
-OF_VIDEO = "video"  # in digests: a still image of equal patches is another one
 
 
 class Video(NamedTuple):
@@ -68,7 +67,7 @@ def join_frames(frames: Sequence[Image], processor: Processor) -> Image:
         return repeated.reshape(frame.num_patches, 3, processor.frames, -1)[:, :, 0]
 
     pixels = np.stack([pixels_of(frame) for frame in frames], axis=2).tobytes()
-    return with_digest(Image(0, pixels, first.grids, first.num_rows), processor, OF_VIDEO)
+    return with_digest(Image(0, pixels, first.grids, first.num_rows), processor, is_of_video=True)
 
 
 def place_videos(

@@ -38,7 +38,7 @@ class Conversation(NamedTuple):
 
 
 def shown_tokens(context: Context, tokens: list[int]) -> list[int]:
-    """A prompt's tokens as a response shows them: the token of an image in place of each placeholder."""
+    """A prompt's tokens as a response shows them: the token of an image or a video in place of each placeholder."""
     return tokens if context.images is None else context.images.show(tokens)
 
 

@@ -14,6 +14,7 @@ import torch
 from atom.config import VideoConfig
 from atom.errors import RequestError
 from atom.images.processor import NO_LIMIT, Processor, prepare
+from atom.images.prompts import show_placeholders
 from atom.images.types import placeholder
 from atom.images.videos import FPS, Video, find_images, frame_processor, pair_frames, place_videos
 
@@ -79,6 +80,9 @@ def test_a_prompt_has_the_text_of_transformers(num_frames: int, fps: float) -> N
     assert "".join("V" if each < 0 else chr(each) for each in tokens[1:-1]) == expected
     placed = find_images(tokens, [video])
     assert [each.image for each in placed] == list(video.images)
+    still = placeholder(prepare(draw(1, 64, 64)[0], PROCESSOR).digest, 0)
+    shown = show_placeholders([still, *tokens], token=9, video_token=8)
+    assert shown == [9, *(8 if each < 0 else each for each in tokens)]
     assert tokens[placed[0].start : placed[0].stop] == [placeholder(first.digest, row) for row in range(first.num_rows)]
 
 

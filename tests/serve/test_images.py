@@ -210,6 +210,9 @@ def test_frames_of_a_video_come_to_the_engine_as_images_with_times(filming: Conf
         first, second = seen.options.images
         assert first.image.digest != second.image.digest and len(first.image.pixels) == 2 * 3 * 8 * 16
         assert seen.prompt[second.start] == placeholder(second.image.digest, 0)
+        tokenized, _ = ask(filming, "/tokenize", {"messages": body["messages"]})
+        video = filming.model.vision.video.token
+        assert tokenized.json()["tokens"] == [video if token < 0 else token for token in seen.prompt]
 
 
 @pytest.mark.parametrize(

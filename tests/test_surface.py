@@ -114,7 +114,7 @@ model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
 model.streams: kind num rounds eps write_scale write_eps mergelayers
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm area normalizes patch_order table_length v_norm scale after_norms clips
-model.vision.video: token text min_pixels max_pixels
+model.vision.video: token text pixels_of min_pixels max_pixels time tokens_per_second
 model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale
 model.vision.tiles: fit side edge min max over
 model.vision.text: start tile tile_line thumbnail whole line end

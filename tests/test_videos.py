@@ -37,7 +37,8 @@ TEMPLATE = """\
 {%- endfor %}<|im_end|>{% endfor %}"""
 BANNED = {token: -100.0 for token in (vision.IMAGE, VIDEO)}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logit_bias=BANNED)
-SIZE = {"shortest_edge": 3 * 256, "longest_edge": 4096}
+SIZE = {"shortest_edge": 3 * 256, "longest_edge": 4096}  # of all frames
+OF_FRAME = {"shortest_edge": 256, "longest_edge": 4096}
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -51,10 +52,11 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
-def save(folder: Path) -> Any:
-    model = vision.save("Qwen3VL", folder, vocab_size=272)
+def save(folder: Path, name: str = "Qwen3VL") -> Any:
+    model = vision.save(name, folder, vocab_size=272)
     save_tokenizer(folder)
-    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": SIZE, **vision.PROCESSOR}))
+    size = SIZE if name == "Qwen3VL" else OF_FRAME
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size, **vision.PROCESSOR}))
     return model
 
 
@@ -98,6 +100,78 @@ def test_a_chat_about_frames_is_answered_as_by_transformers(tmp_path: Path, monk
         with pytest.raises(RequestError, match=says):
             engine.generate({"prompt_token_ids": prompt, "multi_modal_data": {"video": video}}, GREEDY)
     engine.close()
+
+
+def positions_of(model: Any, num_before: int, grid: list[int], num_tokens: int, seconds: float) -> torch.Tensor:
+    """i64[3, 1, T] of text, a video and text: its rows as transformers has them, then from the largest of all three.
+
+    That is how the models' first code counts on, and vLLM; transformers 5.24 leaves out the positions in time.
+    """
+    rate = getattr(model.config.vision_config, "tokens_per_second", None)
+    interval = 1.0 if rate is None else seconds * rate
+    rows = model.model.get_vision_position_ids(num_before, torch.tensor(grid), 1, 2, interval)
+    num_after = num_tokens - num_before - rows.shape[1]
+    after = int(rows.max()) + 1 + torch.arange(num_after)
+    return torch.cat([torch.arange(num_before).expand(3, -1), rows, after.expand(3, -1)], dim=1)[:, None]
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_rows_of_a_video_have_positions_in_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, frames, fps = save(tmp_path, name), draw(7), 1.6
+    fields = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "images": True, "image_memory": 1 << 20}
+    engine = LLMEngine(model=str(tmp_path), max_num_batched_tokens=9, **fields)  # chunks end inside images
+    part = {"type": "video", "video": frames, "fps": fps}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "Is"}, part]}]
+    (made,) = engine.chat(asked, GREEDY)
+    before, read = [*engine.tokenizer.encode("Is"), START], read_frames(frames, monkeypatch)
+    tokens = [*before, *[VIDEO] * 24, END, 4]
+    assert made["num_tokens_input"] == len(tokens)
+    whole = torch.tensor([tokens + made["token_ids"]])
+    (grid,) = read["video_grid_thw"].tolist()
+    positions = positions_of(model, len(before), grid, whole.shape[1], 2 / fps)
+    assert positions.max() - positions[0, 0, len(tokens) - 1] == 16, "text counts on by 1"
+    with torch.inference_mode():
+        logits = model(whole, **read, position_ids=positions, use_cache=False).logits[0].clone()
+        logits[:, list(BANNED)] = logits.min()
+    assert_greedy_tokens(made["token_ids"], logits[len(tokens) - 1 : -1])
+    (again,) = engine.chat(asked, GREEDY)
+    assert again["token_ids"] == made["token_ids"] and engine.metrics.num_encoded_images == 4
+    engine.close()
+
+
+def test_what_the_body_has_no_positions_for_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "Qwen2_5_VL")
+    given = [f"checkpoint={tmp_path}", "device=cpu", "serve.images=true"]
+    config = load(given)
+    video = config.model.vision.video if config.model.vision is not None else None
+    assert video is not None and (video.time, video.tokens_per_second, video.pixels_of) == ("seconds", 4.0, "frame")
+    for override, says in (
+        ("model.attention.rope.sections=null", "time=seconds: the body's ropes have no sections"),
+        ("model.vision.video.time=index", r"tokens_per_second=4\.0 is of time=seconds; leave it out"),
+        ("model.vision.video.text='a{rows}'", r"text=a\{rows\}: with time=seconds it is \{rows\}"),
+    ):
+        with pytest.raises(AtomError, match=says):
+            load([*given, override])
+    changed = {"size": OF_FRAME, "cap_pixels_per_frame": True}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(changed))
+    with pytest.raises(AtomError, match="cap_pixels_per_frame=True of its video processor is not supported"):
+        load(given)
+
+
+def test_frames_are_as_large_as_images_if_nothing_says_their_size(tmp_path: Path) -> None:
+    save(tmp_path, "Qwen2VL")
+
+    def limits() -> tuple[int, int]:
+        vision = load([f"checkpoint={tmp_path}", "device=cpu", "serve.images=true"]).model.vision
+        assert vision is not None and vision.video is not None
+        return vision.video.min_pixels, vision.video.max_pixels
+
+    assert limits() == (256, 4096)
+    (tmp_path / "video_preprocessor_config.json").unlink()
+    assert limits() == (100352, 602112), "of transformers' class"
+    given = vision.PROCESSOR | {"min_pixels": 3136, "max_pixels": 12845056}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    assert limits() == (3136, 12845056), "transformers reads this file if there is none of videos"
 
 
 @pytest.mark.parametrize("text", ["{seconds}", "{rows", "{rows}{rows}"])

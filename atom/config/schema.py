@@ -518,12 +518,15 @@ class MergerConfig:
 
 @dataclass
 class VideoConfig:
-    """How a video comes in a prompt: the frames of a patch as an image, in a text that says when they are."""
+    """How a video comes in a prompt: the frames of a patch as an image, in a text that may say when they are."""
 
     token: int | None = number(None, 0, INT32)  # id of what stands for a video in a prompt; null: it takes none
     text: str = "{rows}"  # by image, in place of the token and the marks around it; {seconds}: its time
-    min_pixels: int = number(131072, 1, INT32)  # of all frames, which are enlarged to them
+    pixels_of: str = one_of("video", "frame")  # whose min_pixels and max_pixels are: those of all frames, or of each
+    min_pixels: int = number(131072, 1, INT32)  # to which they are enlarged
     max_pixels: int = number(786432, 1, INT32)  # to which they are reduced
+    time: str = one_of("text", "index", "seconds")  # text only, or positions of images, by their number or by seconds
+    tokens_per_second: float = number(1.0, 0, above=True)  # positions of a second, with time=seconds
 
 
 @dataclass

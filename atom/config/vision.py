@@ -82,7 +82,7 @@ def derive_vision(config: Config) -> VisionConfig | None:
     check_merger(vision.merger)
     check_assumed(config, vision.assumes)
     check_bidirectional(config.model, vision)
-    check_video(vision)
+    check_video(config.model, vision)
     check_sections(config)
     check_tiles(config, vision)
     check_processor(config, vision)
@@ -116,10 +116,17 @@ def check_bidirectional(model: ModelConfig, vision: VisionConfig) -> None:
                 )
 
 
-def check_video(vision: VisionConfig) -> None:
-    """Check the text of a video's images."""
+def check_video(model: ModelConfig, vision: VisionConfig) -> None:
+    """Check the text of a video's images, and that the body has what their times are written in."""
     if vision.video is None:
         return
+    time, rate = vision.video.time, vision.video.tokens_per_second
+    if time != "text" and not any(attention.rope.sections for attention in model.attentions):
+        raise ConfigError(f"model.vision.video.time={time}: the body's ropes have no sections, so no positions in time")
+    if time != "text" and vision.video.text != "{rows}":
+        raise ConfigError(f"model.vision.video.text={vision.video.text}: with time={time} it is {{rows}}")
+    if time != "seconds" and rate != 1:
+        raise ConfigError(f"model.vision.video.tokens_per_second={rate} is of time=seconds; leave it out")
     try:
         has_rows = vision.video.text.format(rows="\0", seconds=0.0).count("\0") == 1
     except (ValueError, LookupError):
@@ -177,7 +184,10 @@ def check_processor(config: Config, vision: VisionConfig) -> None:
         "use_thumbnail": True,
         "spatial_merge_size": vision.merger.side,
     }
-    of_video = ours | {"image_mean": vision.mean, "image_std": vision.std}  # one op normalizes pixels of both
+    of_video = ours | {
+        "image_mean": vision.mean, "image_std": vision.std,  # one op normalizes pixels of both
+        "cap_pixels_per_frame": False,
+    }  # fmt: skip
     stored = config.hf.get("image_processor", {}) | config.hf.get("processor", {})  # these are handed to the former
     video = config.hf.get("video_processor", {}) if vision.video is not None else {}
     for kind, given, known in (("image", stored, ours), ("video", video, of_video)):

@@ -125,15 +125,20 @@ def count_room(height: int, width: int, processor: Processor, max_pixels: int) -
 
 def with_digest(image: Image, processor: Processor, *, is_of_video: bool = False) -> Image:
     """An image with 61 bits of SHA-256, so that nobody can make one that is taken for one of somebody else."""
-    made = hashlib.sha256(repr((image.grids, processor[:3])).encode())
+    made = hashlib.sha256(repr((image.grids, image.in_video, processor[:3])).encode())
     made.update(image.pixels)
     number = int.from_bytes(made.digest()[:8], "little") % OF_VIDEO
     return msgspec.structs.replace(image, digest=number + OF_VIDEO * is_of_video)
 
 
 def is_whole(image: Image, processor: Processor) -> bool:
-    """Whether the patches of an image are as many as its grids and rows say, and its grids as many as its tiles."""
+    """Whether the patches of an image are as many as its grids and rows say, and its grids as many as its tiles.
+
+    It is of no video.
+    """
     merge, patch_bytes = processor.merge, 3 * processor.frames * processor.patch**2
+    if image.in_video != (0, 0):
+        return False
     are_squares = all(
         frames == 1 and rows > 0 and columns > 0 and rows % merge == columns % merge == 0
         for frames, rows, columns in image.grids

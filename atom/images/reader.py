@@ -77,7 +77,9 @@ class ImageReader:
 
     def make_video(self, frames: Sequence[Image], fps: float = FPS) -> Video:
         """The video of frames that were read. RequestError as `pair_frames`."""
-        return pair_frames(frames, self._frame_processor(len(frames)), fps)
+        own = self._frame_processor(len(frames))
+        assert self._video is not None, "it has a processor of frames"
+        return pair_frames(frames, own, self._video, fps)
 
     def _frame_processor(self, num_frames: int) -> Processor:
         if self._video is None or not self.takes_videos:
@@ -117,7 +119,7 @@ class ImageReader:
         expand = functools.partial(lay_out, text=self._vision.text, encode=encode)
         joined, processor = functools.partial(join, encode=encode, decode=decode), self.processor
         if videos and self._video is not None:
-            spell = functools.partial(check_special(self._video.text, tokenizer).encode, add_special_tokens=False)
+            spell = functools.partial(encode_around, tokenizer=tokenizer, template=self._video.text)
             tokens = place_videos(tokens, videos, self._video, spell)
         row_token = processor.row_token
         made, placed = place_images(tokens, images, processor.token, expand, row_token=row_token, join=joined)
@@ -140,9 +142,13 @@ class ImageReader:
         return min(encoded, LOW_PIXELS) if detail == "low" else encoded
 
 
-def encode_around(text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """The ids of text around the rows of an image. RequestError as `check_special`."""
-    return check_special(text, tokenizer).encode(text, add_special_tokens=False) if text else []
+def encode_around(text: str, tokenizer: Tokenizer | None, template: str | None = None) -> list[int]:
+    """The ids of text around the rows of an image. RequestError as `check_special`.
+
+    template: of the text, whose special tokens are looked for; None: the text
+    """
+    known = text if template is None else template
+    return check_special(known, tokenizer).encode(text, add_special_tokens=False) if text else []
 
 
 def check_special(text: str, tokenizer: Tokenizer | None) -> Tokenizer:

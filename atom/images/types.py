@@ -27,6 +27,7 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     grids: tuple[Grid, ...]  # of each segment, which attends to itself
     num_rows: int  # that it becomes, as many as it has placeholders
     tiles: tuple[int, int] = (1, 1)  # lines and columns of tiles, whose grids come first, line by line
+    in_video: tuple[int, int] = (0, 0)  # its number among a video's images, and its position in time after the first
 
     @property
     def num_patches(self) -> int:

@@ -1,12 +1,13 @@
 """Make images of the frames of a video, and put them into tokenized prompts.
 
     own = frame_processor(processor, form, len(frames))
-    video = pair_frames([prepare(frame, own) for frame in frames], own, fps=2.0)
+    video = pair_frames([prepare(frame, own) for frame in frames], own, form, fps=2.0)
     tokens = place_videos(tokens, [video], form, tokenizer.encode)  # 151656 -> "<0.2 seconds>", -17, -18, …
     placed = find_images(tokens, [video])
 
-A patch has two frames, one after the other, so they are one image; a text ahead of it says when they are. That is how
-Qwen3-VL reads videos. Sizes are those of `Qwen3VLVideoProcessor` for frames that are all taken; Pillow resizes.
+A patch has two frames, one after the other, so they are one image. A text ahead of it says when they are, as Qwen3-VL
+reads videos, or its rows have positions in time (Qwen2-VL, Qwen2.5-VL). Sizes are those of `Qwen3VLVideoProcessor` or
+`Qwen2VLVideoProcessor` for frames that are all taken; Pillow resizes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,7 @@ from atom.errors import RequestError
 from atom.images.processor import Processor, with_digest
 from atom.images.types import Image, PlacedImage, placeholder, placeholders_of
 
+MAX_TIME = 1 << 24  # positions: float32 has all whole numbers up to this
 FPS = 2.0  # of frames of which nothing says it: how many Qwen's own processors take
 
 
@@ -37,11 +40,13 @@ def frame_processor(processor: Processor, form: VideoConfig, num_frames: int) ->
     if num_frames < processor.frames:
         raise RequestError(f"a video has {num_frames} frames; give {processor.frames} or more, or an image")
     limited = processor._replace(min_pixels=form.min_pixels, max_pixels=form.max_pixels)
+    if form.pixels_of == "frame":
+        return limited
     return limited._replace(min_edge=processor.side, num_frames=num_frames)
 
 
-def pair_frames(frames: Sequence[Image], processor: Processor, fps: float = FPS) -> Video:
-    """Make a video of frames that were made images each. RequestError for unequal sizes.
+def pair_frames(frames: Sequence[Image], processor: Processor, form: VideoConfig, fps: float = FPS) -> Video:
+    """Make a video of frames that were made images each. RequestError for unequal sizes, or times too far apart.
 
     processor: of the frames
     fps: frames a second
@@ -54,11 +59,28 @@ def pair_frames(frames: Sequence[Image], processor: Processor, fps: float = FPS)
     num_spare = -len(frames) % processor.frames
     own, times = own + own[-1:] * num_spare, times + times[-1:] * num_spare
     parts = [slice(first, first + processor.frames) for first in range(0, len(own), processor.frames)]
-    images = tuple(join_frames(own[part], processor) for part in parts)
+    places = places_in_time(len(parts), processor.frames / fps, form)
+    images = tuple(join_frames(own[part], processor, place) for part, place in zip(parts, places, strict=True))
     return Video(images, tuple((times[part][0] + times[part][-1]) / 2 for part in parts))
 
 
-def join_frames(frames: Sequence[Image], processor: Processor) -> Image:
+def places_in_time(num_images: int, seconds: float, form: VideoConfig) -> list[tuple[int, int]]:
+    """`Image.in_video` of each image of a video. RequestError if they are over MAX_TIME positions apart.
+
+    seconds: from one image to the next; times are rounded down, in float32 as in the models' code
+    """
+    if form.time == "text":
+        return [(0, 0)] * num_images
+    if form.time == "index":
+        return [(number, number) for number in range(num_images)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        times = np.arange(num_images, dtype=np.float32) * np.float32(seconds) * np.float32(form.tokens_per_second)
+    if num_images > 1 and not times[-1] <= MAX_TIME:
+        raise RequestError(f"a video has an image each {seconds:g} seconds, too far apart for the model; raise fps")
+    return [(number, int(time)) for number, time in enumerate(times)]
+
+
+def join_frames(frames: Sequence[Image], processor: Processor, in_video: tuple[int, int]) -> Image:
     """One image of as many frames as a patch has, of which each was taken for a still one."""
     first, *_ = frames
 
@@ -67,7 +89,8 @@ def join_frames(frames: Sequence[Image], processor: Processor) -> Image:
         return repeated.reshape(frame.num_patches, 3, processor.frames, -1)[:, :, 0]
 
     pixels = np.stack([pixels_of(frame) for frame in frames], axis=2).tobytes()
-    return with_digest(Image(0, pixels, first.grids, first.num_rows), processor, is_of_video=True)
+    joined = msgspec.structs.replace(first, pixels=pixels, in_video=in_video)
+    return with_digest(joined, processor, is_of_video=True)
 
 
 def place_videos(

@@ -44,6 +44,28 @@ def test_an_image_may_follow_another_at_once() -> None:
     assert delta == 6 - 9
 
 
+@pytest.mark.parametrize("times", [(0, 1, 2), (0, 2, 5), (0, 0, 1), (0, 50, 100)])
+@pytest.mark.parametrize("grid", [(3, 4, 6), (3, 2, 2)])
+def test_images_of_a_video_begin_together_each_at_its_time(grid: tuple[int, int, int], times: tuple[int, ...]) -> None:
+    """Rows as transformers has them; text counts on from the largest of all positions, as in the models' first code."""
+    model, size = model_of("Qwen2_5_VL").model, grid[1] * grid[2] // 4
+    interval = {(0, 1, 2): 1.0, (0, 2, 5): 2.5, (0, 0, 1): 0.5, (0, 50, 100): 50.0}[times]
+    rows = model.get_vision_position_ids(2, torch.tensor(grid), 1, 2, interval)
+    after = int(rows.max()) + 1
+    again = rows + after + 1 - 2  # the same video after a token
+    parts = torch.arange(2), rows, torch.tensor([after]), again, torch.tensor([int(again.max()) + 1])
+    expected = torch.cat([part.expand(3, -1) for part in parts], dim=1)
+    frames = [
+        PlacedImage(Image(0, b"", ((1, *grid[1:]),), size, in_video=place), begin + size * at, begin + size * (at + 1))
+        for begin in (2, 3 + 3 * size)
+        for at, place in enumerate(zip(range(3), times, strict=True))
+    ]
+    num_tokens = 4 + 6 * size
+    positions, delta = rope_positions(num_tokens, frames, merge=2)
+    assert positions.tolist() == expected.tolist()
+    assert delta == int(expected.max()) + 1 - num_tokens
+
+
 def model_of(name: str) -> Any:
     """A model of transformers that has its configuration only."""
     made = getattr(transformers, f"{name}ForConditionalGeneration")

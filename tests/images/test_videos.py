@@ -1,4 +1,4 @@
-"""Frames of videos against transformers' Qwen3-VL: sizes, patches, times, and what a prompt has of them."""
+"""Frames of videos against transformers' Qwen2-VL and Qwen3-VL: sizes, patches, times, what a prompt has of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from atom.images.videos import FPS, Video, find_images, frame_processor, pair_fr
 PIL = pytest.importorskip("PIL.Image")
 PROCESSOR = Processor(patch=16, frames=2, merge=2, min_pixels=65536, max_pixels=16777216, token=9)
 FORM = VideoConfig(8, "<{seconds:.1f} seconds>S{rows}E", min_pixels=4 * 64 * 64, max_pixels=6 * 160 * 160)
-QWEN3 = "transformers.models.qwen3_vl"
+BY_FRAME = VideoConfig(8, min_pixels=2 * 64 * 64, max_pixels=160 * 160, pixels_of="frame", time="index")
+QWEN2, QWEN3 = "transformers.models.qwen2_vl", "transformers.models.qwen3_vl"
 
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of transformers' video processor, without torchvision, which only resizes."""
-    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", SimpleNamespace(functional=None))
-    return importlib.import_module(f"{QWEN3}.video_processing_qwen3_vl")
+    """The modules of transformers' video processors, without torchvision, which only resizes."""
+    importlib.import_module("transformers")  # which sees that torchvision is not there
+    inner = SimpleNamespace(functional=SimpleNamespace())
+    stubs = {"": SimpleNamespace(transforms=SimpleNamespace(v2=inner)), ".transforms.v2": inner}
+    for name, stub in (stubs | {".transforms.v2.functional": inner.functional}).items():
+        monkeypatch.setitem(sys.modules, f"torchvision{name}", stub)
+    return [importlib.import_module(f"{each}.video_processing_{each.rpartition('.')[2]}") for each in (QWEN2, QWEN3)]
 
 
 def draw(num_frames: int, height: int, width: int) -> list[np.ndarray]:
@@ -36,9 +41,11 @@ def draw(num_frames: int, height: int, width: int) -> list[np.ndarray]:
     return list(random.integers(0, 256, (num_frames, height, width, 3), np.uint8))
 
 
-def prepare_video(frames: list[np.ndarray], fps: float = FPS, max_pixels: int = NO_LIMIT) -> Video:
-    own = frame_processor(PROCESSOR, FORM, len(frames))
-    return pair_frames([prepare(frame, own, max_pixels=max_pixels) for frame in frames], own, fps)
+def prepare_video(
+    frames: list[np.ndarray], fps: float = FPS, max_pixels: int = NO_LIMIT, form: VideoConfig = FORM
+) -> Video:
+    own = frame_processor(PROCESSOR, form, len(frames))
+    return pair_frames([prepare(frame, own, max_pixels=max_pixels) for frame in frames], own, form, fps)
 
 
 def encode(text: str) -> list[int]:
@@ -49,16 +56,21 @@ def encode(text: str) -> list[int]:
     ("num_frames", "height", "width"), [(2, 64, 96), (4, 20, 90), (5, 300, 200), (6, 160, 160), (7, 41, 33)]
 )
 def test_patches_are_those_of_transformers(num_frames: int, height: int, width: int, theirs: Any) -> None:
-    limits = {"min_pixels": FORM.min_pixels, "max_pixels": FORM.max_pixels}
-    rows, columns = theirs.smart_resize(num_frames, height, width, factor=32, **limits)
-    frames = draw(num_frames, height, width)
-    resized = [PIL.fromarray(each).resize((columns, rows), PIL.Resampling.BICUBIC) for each in frames]
-    stacked = torch.from_numpy(np.stack([np.asarray(each) for each in resized])).permute(0, 3, 1, 2)
-    expected, *grid = theirs.Qwen3VLVideoProcessor.patchify(None, stacked[None], 16, 2, 2)
-    video = prepare_video(frames)
-    assert [each.grids for each in video.images] == [((1, *grid[1:]),)] * grid[0]
-    made = b"".join(each.pixels for each in video.images)
-    assert torch.equal(torch.frombuffer(bytearray(made), dtype=torch.uint8).view(expected[0].shape), expected[0])
+    frames, (qwen2, qwen3) = draw(num_frames, height, width), theirs
+    cases = (
+        (qwen2, qwen2.Qwen2VLVideoProcessor, BY_FRAME, ()),
+        (qwen3, qwen3.Qwen3VLVideoProcessor, FORM, (num_frames,)),
+    )
+    for module, processor, form, counted in cases:
+        limits = {"min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+        rows, columns = module.smart_resize(*counted, height, width, factor=32, **limits)
+        resized = [PIL.fromarray(each).resize((columns, rows), PIL.Resampling.BICUBIC) for each in frames]
+        stacked = torch.from_numpy(np.stack([np.asarray(each) for each in resized])).permute(0, 3, 1, 2)
+        expected, *grid = processor.patchify(None, stacked[None], 16, 2, 2)
+        video = prepare_video(frames, form=form)
+        assert [each.grids for each in video.images] == [((1, *grid[1:]),)] * grid[0]
+        made = b"".join(each.pixels for each in video.images)
+        assert torch.equal(torch.frombuffer(bytearray(made), dtype=torch.uint8).view(expected[0].shape), expected[0])
 
 
 @pytest.mark.parametrize(("num_frames", "fps"), [(4, 2.0), (5, 3.0), (2, 0.1)])
@@ -92,6 +104,27 @@ def test_a_video_token_without_marks_leaves_its_neighbours() -> None:
     assert place_videos([8], [video], FORM, encode) == whole
     assert place_videos([1, 8, 2], [video], FORM, encode) == [1, *whole, 2]
     assert place_videos([start, 8, 8, end, 2], [video, video], FORM, encode) == [*whole, *whole, 2]
+
+
+@pytest.mark.parametrize(("fps", "rate"), [(2.0, 4.0), (1.0, 2.0), (3.0, 2.0), (30.0, 2.0), (0.01, 25.0), (7.0, 5.0)])
+def test_times_are_positions_of_the_first_code(fps: float, rate: float) -> None:
+    form = VideoConfig(8, pixels_of="frame", time="seconds", tokens_per_second=rate)
+    video = prepare_video(draw(12, 64, 64), fps, form=form)
+    expected = (torch.arange(6) * (2 / fps) * rate).long().tolist()  # as vLLM's get_mrope_input_positions
+    assert [each.in_video for each in video.images] == list(enumerate(expected))
+    tokens = place_videos([5, 8, 6], [video], form, encode)
+    assert (tokens[0], tokens[-1], len(tokens)) == (5, 6, 2 + 6 * video.images[0].num_rows), "the marks stay"
+
+
+def test_equal_frames_at_other_times_are_other_images() -> None:
+    (frame,) = draw(1, 64, 64)
+    form = VideoConfig(8, pixels_of="frame", time="seconds", tokens_per_second=2.0)
+    first, other = (prepare_video([frame] * 4, fps, form=form) for fps in (1.0, 2.0))
+    assert first.images[0] == other.images[0] and first.images[1].pixels == other.images[1].pixels
+    assert len({each.digest for each in (*first.images, *other.images)}) == 3
+    for fps in (1e-7, 1e-300, 5e-324):
+        with pytest.raises(RequestError, match="seconds, too far apart for the model; raise fps"):
+            prepare_video([frame] * 4, fps, form=form)
 
 
 def test_equal_videos_are_found_one_after_the_other() -> None:

@@ -114,6 +114,7 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
     """
     with one_line_errors(Config):
         composed = compose(Config, source.overrides, config_dirs)
+        check_mmproj(composed, source.hf)
         drop_vision(composed, source.hf)
         try:
             return derive_source(source, composed, config_dirs)
@@ -160,6 +161,22 @@ def with_gguf_names(model: ModelConfig) -> ModelConfig:
         tower = {role: name for role, name in model.gguf.tower.items() if role in vision.weights}
         vision = replace(vision, weights=vision.weights | tower)
     return replace(model, weights=weights, vision=vision)
+
+
+def check_mmproj(composed: DictConfig, hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an mmproj file is given that is not read; one next to a model may have any tower."""
+    given, name = composed.mmproj, composed.model.name
+    if given is None:
+        return
+    if composed.serve.images is False:
+        raise ConfigError(f"serve.images=false does not read mmproj={given}; leave one of both out")
+    known = OmegaConf.select(composed, "model.gguf.projector")
+    found = hf["vision_config"]["projector_type"] if "gguf_architecture" in hf else None
+    if found is None:
+        raise ConfigError(f"mmproj={given} is of a checkpoint that is a .gguf file; name that, too")
+    if found != known:
+        reads = "reads no mmproj files" if known is None else f"reads those of {known}"
+        raise ConfigError(f"mmproj={given} has a tower of {found}; model={name} {reads}")
 
 
 def drop_vision(composed: DictConfig, hf: Mapping[str, Any]) -> None:

@@ -69,6 +69,20 @@ def test_a_file_elsewhere_is_given(model: Path, tmp_path: Path) -> None:
         configure(path, f"mmproj={path}")
 
 
+def test_a_given_file_that_is_not_read_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, known = model / "gguf" / "tiny.gguf", model / "gguf" / "mmproj-tiny.gguf"
+    monkeypatch.setitem(gguf_files.PROJECTORS, f"{NAME}ForConditionalGeneration", "glm4v")
+    other = gguf_files.convert_tower(model / "hub", tmp_path / "mmproj.gguf")
+    with pytest.raises(ConfigError, match=r"has a tower of glm4v; model=qwen3_vl reads those of qwen3vl_merger"):
+        configure(path, f"mmproj={other}")
+    with pytest.raises(ConfigError, match=r"has a tower of qwen3vl_merger; model=qwen3 reads no mmproj files"):
+        configure(path, f"mmproj={known}", "model=qwen3")
+    with pytest.raises(ConfigError, match=r"serve\.images=false does not read mmproj=.*; leave one of both out"):
+        configure(path, f"mmproj={known}", "serve.images=false")
+    with pytest.raises(ConfigError, match=r"is of a checkpoint that is a \.gguf file; name that, too"):
+        load([f"mmproj={known}", "device=cpu"])
+
+
 def test_the_tower_of_another_model_is_not_read(model: Path, tmp_path: Path) -> None:
     path, other = tmp_path / "tiny.gguf", tmp_path / "mmproj-bf16.gguf"  # which is the first by its name
     shutil.copy(model / "gguf" / "tiny.gguf", path)

@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Gemma3ForConditionalGeneration": gguf.MODEL_ARCH.GEMMA3,
+    "Mistral3ForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
+    "LlavaForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
     "Idefics3ForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
     "SmolVLMForConditionalGeneration": gguf.MODEL_ARCH.LLAMA,
     "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
@@ -56,6 +58,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN35MOE,
 }
 PROJECTORS = {
+    "Mistral3ForConditionalGeneration": gguf.VisionProjectorType.PIXTRAL,
+    "LlavaForConditionalGeneration": gguf.VisionProjectorType.PIXTRAL,
     "Idefics3ForConditionalGeneration": gguf.VisionProjectorType.IDEFICS3,
     "SmolVLMForConditionalGeneration": gguf.VisionProjectorType.IDEFICS3,
     "Gemma3ForConditionalGeneration": gguf.VisionProjectorType.GEMMA3,
@@ -104,6 +108,8 @@ def convert(
         if not TOWER.match(name)
     }
     texts = TOKENS | ({"image_token_id": "<image>"} if arch is gguf.MODEL_ARCH.LLAMA else {})
+    if PROJECTORS.get(whole["architectures"][0]) is gguf.VisionProjectorType.PIXTRAL:
+        texts = {"image_token_index": "[IMG]"}
     if named := {whole[key]: text for key, text in texts.items() if key in whole}:
         writer.add_token_list([named.get(id, f"<{id}>") for id in range(config["vocab_size"])])
     rope = config.get("rope_parameters") or {}
@@ -472,9 +478,14 @@ def with_rows_in_pairs(tensors: dict[str, torch.Tensor], config: dict[str, Any])
     counts = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors.items():
         if heads := next((count for part, count in counts.items() if part in name), None):
-            halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+            tensor = in_pairs(tensor, heads)
         yield name, tensor
+
+
+def in_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary rows of heads in pairs, as conversion/llama.py's permute has them."""
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def without_turns(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
@@ -716,6 +727,10 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
         writer.add_vision_use_gelu(True)
         writer.add_vision_projector_scale_factor(config["scale_factor"])
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
+    if PROJECTORS[architecture] is gguf.VisionProjectorType.PIXTRAL:  # conversion/llava.py
+        writer.add_vision_use_silu(vision["hidden_act"] == "silu")
+        if "spatial_merge_size" in config:
+            writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
     if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN25VL:
         writer.add_vision_use_silu(True)
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
@@ -723,8 +738,11 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
         writer.add_vision_use_gelu(True)
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
         writer.add_vision_is_deepstack_layers([layer in deep for layer in range(layers)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 3))  # linear_2 is a block, too
     for name, tensor in load_file(folder / "model.safetensors").items():
+        is_pixtral = PROJECTORS[architecture] is gguf.VisionProjectorType.PIXTRAL
+        if is_pixtral and TOWER.match(name) and re.search(r"[qk]_proj\.", name):
+            tensor = in_pairs(tensor, vision["num_attention_heads"])
         for mapped, each in rename_tower(TOWER.sub("", name), tensor.float(), names, deep) if TOWER.match(name) else ():
             array, own = np.ascontiguousarray(each.numpy()), gguf.GGMLQuantizationType.F32
             if array.ndim == 2 and "position" not in mapped and array.shape[1] % 32 == 0:
@@ -741,7 +759,9 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
 
 
 def rename_tower(name: str, tensor: torch.Tensor, names: gguf.TensorNameMap, deep: list[int]) -> Tensors:
-    name = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)  # as the hub has it
+    name = re.sub(  # as the hub has it; Pixtral's are as they are
+        r"^vision_tower\.(?!vision_model|transformer|patch_conv|ln_pre)", "vision_tower.vision_model.", name
+    )
     name = re.sub(r"^(?=vision_model\.|connector\.)", "model.", name)
     name = name.replace("_weight", ".weight")  # of Gemma 3's projector
     if name.endswith("soft_emb_norm.weight"):

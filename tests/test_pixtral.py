@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import PIL.Image
 import pixtral
 import pytest
 from image_engines import open_engine
-from law import assert_greedy_tokens
+from law import assert_greedy_tokens, assert_same_logits
+from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint.tokenizer_files import load_tokenizer
@@ -98,6 +101,23 @@ def test_a_chat_shows_lines_of_an_image(open_model: Any) -> None:
     logits = pixtral.logits(model, prompt, made["token_ids"])[len(tokens) - 1 : -1].clone()
     logits[:, pixtral.IMAGE] = logits.min()
     assert_greedy_tokens(made["token_ids"], logits)
+
+
+@pytest.mark.parametrize("name", ["Mistral3", pytest.param("Llava", marks=pytest.mark.slow)])
+def test_the_tower_may_be_an_mmproj_file(name: str, tmp_path: Path, open_engine: Any) -> None:
+    folder, path = tmp_path / "model", tmp_path / "tiny.gguf"
+    of_files = {"image_size": pixtral.EDGE, "rope_theta": 10000.0}  # the latter as all of them mean
+    model, images = pixtral.save(name, folder, **of_files), pixtral.draw(*pixtral.SIZES)
+    gguf_files.convert(folder, path)
+    gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
+    prompt, hub = pixtral.make_prompt(model, images), open_engine(folder)
+    placed = hub._images.place(prompt.given, list(map(hub._images.read_local, images)), hub.tokenizer)
+    engine = open_engine(path)  # the file has no tokenizer
+    assert engine.config.model.name == "mistral"
+    assert_same_logits(logits_of(engine, *placed), pixtral.logits(model, prompt))
+    ours, theirs = engine.config.model.vision, hub.config.model.vision
+    same = {"weights": {}, "mean": [], "std": [], "merger": None}
+    assert replace(ours, **same) == replace(theirs, **same)
 
 
 def test_a_prompt_without_an_image_token_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def open_checkpoint(
         checkpoint = GGUFCheckpoint(path, gguf)
         if images:
             found = [path.parent / name for name in order_mmproj(each.name for each in path.parent.iterdir())]
-            checkpoint = with_tower(checkpoint, mmproj, found, towers)
+            checkpoint = with_tower(checkpoint, mmproj, found, towers, gguf)
     else:
         checkpoint = _open_from_hub(location, revision, gguf, weights, progress, towers, mmproj, images)
     if mmproj is not None and isinstance(checkpoint, FolderCheckpoint):
@@ -138,7 +138,7 @@ def _open_from_hub(
         return checkpoint
     best = order_mmproj(listed)[:1] if mmproj is None else []
     found = [download_file(name, file, revision=revision, progress=progress) for file in best]
-    return with_tower(checkpoint, mmproj, found, towers)
+    return with_tower(checkpoint, mmproj, found, towers, gguf)
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:

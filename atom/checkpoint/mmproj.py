@@ -1,10 +1,10 @@
 """Read what encodes images from the mmproj file next to a GGUF model.
 
-    tower = MmprojCheckpoint(Path("/models/mmproj-qwen2-vl.gguf"))
+    tower = MmprojCheckpoint(Path("/models/mmproj-qwen2-vl.gguf"), GGUFFacts())
     tower.config["vision_config"]["hidden_size"], tower.tensors["v.blk.0.attn_q.weight"]
 
-Tensors have the file's names, in one form: q, k and v apart, frames of a patch in one tensor, mergers of DeepStack from
-0 on. Names and keys: https://github.com/ggml-org/llama.cpp/blob/master/tools/mtmd/clip-impl.h.
+Tensors have the file's names, in one form: q, k and v apart, rotary rows in halves, frames of a patch in one tensor,
+mergers of DeepStack from 0 on. Names and keys: https://github.com/ggml-org/llama.cpp/blob/master/tools/mtmd/clip-impl.h.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.gguf_config import number, whole_number
+from atom.checkpoint.gguf_orders import find_orders, in_order
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize, floats, read_gguf
 from atom.checkpoint.gguf_types import Type
 from atom.checkpoint.joined import JoinedCheckpoint
@@ -38,14 +39,15 @@ HIDDEN = "clip.vision.embedding_length"
 PATCH, NEXT_FRAME = "v.patch_embd.weight", "v.patch_embd.weight.1"
 POSITIONS, UP, DOWN = "v.position_embd.weight", "v.blk.0.ffn_up.weight", "v.blk.0.ffn_down.weight"
 LARGER = "mm.soft_emb_norm.weight"  # by 1 than the hub's
+PATCH_MERGER, FIRST_BIAS = "mm.patch_merger.weight", "mm.1.bias"
 SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
 class MmprojCheckpoint(Checkpoint):
     """A tower, with `vision_config` and `image_processor` as a folder's config has them; empty if it has no tower."""
 
-    def __init__(self, path: Path) -> None:
-        """CheckpointError for a damaged file."""
+    def __init__(self, path: Path, facts: GGUFFacts = NO_FACTS) -> None:
+        """CheckpointError for a damaged file. facts: of which `interleaved` is read, by the names of this file"""
         self.location, self._path = str(path), path
         metadata, stored = read_gguf(path)
         self._stored: dict[str, GGUFTensor] = {}
@@ -55,6 +57,7 @@ class MmprojCheckpoint(Checkpoint):
                 raise CheckpointError(f"{path}: tensor {PATCH} is {list(shape)}, not a convolution of 4 dims")
             self._stored |= in_one_form(stored, whole_number(path, HIDDEN, metadata.get(HIDDEN)))
             self.config |= make_vision_config(path, metadata, stored, self._stored)
+        self._orders = find_orders(path, metadata, self._stored, facts.interleaved)
         self.tensors = {name: StoredTensor(dtype_of(each), each.shape) for name, each in self._stored.items()}
 
     def fits(self, text: Checkpoint) -> bool:
@@ -68,8 +71,11 @@ class MmprojCheckpoint(Checkpoint):
     def read(self, name: str) -> memoryview:
         if name not in self._stored:
             raise CheckpointError(f"{self.location} has no tensor {name}")
-        tensor = self._stored[name]
-        return tensor.data if tensor.is_plain else dequantize(tensor).data.cast("B")
+        tensor, order = self._stored[name], self._orders.get(name)
+        if order is None:
+            return tensor.data if tensor.is_plain else dequantize(tensor).data.cast("B")
+        numbers = in_order(dequantize(tensor).reshape(tensor.shape), order)
+        return np.ascontiguousarray(numbers).reshape(-1).data.cast("B")
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return None
@@ -78,13 +84,20 @@ class MmprojCheckpoint(Checkpoint):
         self._stored = {}
 
 
-def with_tower(text: Checkpoint, given: str | None, found: Iterable[Path], towers: Collection[str] = ()) -> Checkpoint:
+def with_tower(
+    text: Checkpoint,
+    given: str | None,
+    found: Iterable[Path],
+    towers: Collection[str] = (),
+    facts: GGUFFacts = NO_FACTS,
+) -> Checkpoint:
     """A GGUF file's checkpoint with the tower of an mmproj file: what describes it and, if towers are asked for, it.
 
     given: the file; None: the first of those found whose rows fit the text, of which there may be none
     """
     files = found if given is None else [Path(given).expanduser()]
-    tower = next((each for each in map(MmprojCheckpoint, files) if each.fits(text)), None)
+    made = (MmprojCheckpoint(file, facts) for file in files)
+    tower = next((each for each in made if each.fits(text)), None)
     if tower is None and given is None:
         return text
     if tower is None:
@@ -178,6 +191,8 @@ def make_vision_config(
     if (edge := whole_number(path, "preproc_image_size", own.get("preproc_image_size", 0))) and "image_size" in vision:
         processor |= {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": vision["image_size"]}}
     config: dict[str, Any] = {"vision_config": vision, "image_processor": processor}
+    config["spatial_merge_size"] = vision.get("spatial_merge_size", 1)
+    config |= {"patch_merger": PATCH_MERGER in tensors, "multimodal_projector_bias": FIRST_BIAS in tensors}
     if side := whole_number(path, "projector.scale_factor", own.get("projector.scale_factor", 0)):
         config["scale_factor"] = side
         image, patch = (whole_number(path, key, own.get(key)) for key in ("image_size", "patch_size"))

@@ -510,7 +510,7 @@ class MergerConfig:
     norm_eps: float | None = number(None, 0)  # of that norm; null: the tower's
     fold: str = one_of("none", "patch", "row")  # by a linear, channel by channel, to the size of a patch or a row
     fold_bias: bool = False  # on that linear
-    mlp: str = one_of("plain", "gated", "linear", "matrix")  # gated: of a normed linear; linear: down; matrix: so, too
+    mlp: str = one_of("plain", "gated", "linear")  # gated: of a normed linear; linear: only down
     width: int | None = number(None, 1, INT32)  # of the mlp; null: as joined
     bias: bool = True  # on its linears
     activation: str = one_of("gelu", "gelu_tanh", "silu")  # of the mlp

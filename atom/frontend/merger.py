@@ -3,8 +3,9 @@
     rows = write_merger(writer, vision, x, "merge")                 # x [P, H] -> [M, rows of the body]
     deep = write_merger(writer, vision, x, "deepstack", index=0)    # of a deeper layer (DeepStack, Meng et al. 2024)
 
-Roles, each after `merge_` or `deepstack_`: `norm`, `in` (of the linear that folds a square), `up`, `gate`, `down`, and
-`proj` and `proj_norm` ahead of a gated mlp. `merge_scale` and `merge_bias` standardize a mean.
+Roles, each after `merge_` or `deepstack_`: `norm`, `in` (of the linear that folds a square), `up`, `gate`, `down`, or
+in its place `matrix`, stored [in, out] without `.weight` or a bias, and `proj` and `proj_norm` ahead of a gated mlp.
+`merge_scale` and `merge_bias` standardize a mean.
 """
 
 from __future__ import annotations
@@ -77,16 +78,16 @@ def fold_squares(writer: Writer, vision: VisionConfig, h: Node, role: str, index
 def write_linears(writer: Writer, vision: VisionConfig, h: Node, role: str, index: int | None) -> Node:
     """h [M, I] -> [M, rows of the body], by the linears of `merger.mlp`"""
     merger, out = vision.merger, required(vision.out)
-    if merger.mlp == "matrix":
-        stored = W(writer.name(f"{role}_down", index), Type(writer.dtype, (h.meta["type"].shape[1], out)))
-        return writer.multiply(h, Transpose(stored), role=f"{role}_down", layer=index, name="rows")
     width = merger.width or merger.side**2 * vision.hidden
     if merger.mlp == "gated":
         h = gate_rows(writer, vision, h, role, width, index)
     elif merger.mlp == "plain":
         h = writer.linear(h, f"{role}_up", width, merger.bias, index)
         h = writer.call(ops.activate, h, kind=merger.activation, name="active")
-    return writer.linear(h, f"{role}_down", out, merger.bias, index)
+    if f"{role}_matrix" not in vision.weights:
+        return writer.linear(h, f"{role}_down", out, merger.bias, index)
+    stored = W(writer.name(f"{role}_matrix", index), Type(writer.dtype, (h.meta["type"].shape[1], out)))
+    return writer.multiply(h, Transpose(stored), role=f"{role}_matrix", layer=index, name="rows")
 
 
 def gate_rows(writer: Writer, vision: VisionConfig, h: Node, role: str, width: int, index: int | None) -> Node:

@@ -27,7 +27,8 @@ from atom.config.checkpoint import open_for
 from atom.errors import AtomError, RequestError
 from atom.graph import BODY, Mesh, interpret_ranks
 from atom.images.encoder_inputs import encoder_inputs
-from atom.images.processor import prepare, processor_of
+from atom.images.patches import prepare
+from atom.images.processor import processor_of
 from atom.images.reader import ImageReader
 from atom.runtime.step.input import BatchShape
 from atom.runtime.types import RequestOptions, Sequence

@@ -19,8 +19,9 @@ from atom import LLMEngine, SamplingParams
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config, TilesConfig
 from atom.errors import UnsupportedError
-from atom.images.processor import NO_LIMIT, Processor, count_room, fit_size
+from atom.images.processor import NO_LIMIT, Processor
 from atom.images.reader import ImageReader
+from atom.images.sizes import count_room, fit_size
 from atom.images.tiles import count_by_ratio
 from atom.images.types import Image
 

@@ -27,7 +27,7 @@ from atom.config.checkpoint import open_for
 from atom.errors import AtomError, RequestError
 from atom.graph import Mesh, interpret_ranks, ops
 from atom.images.encoder_inputs import encoder_inputs
-from atom.images.processor import is_whole
+from atom.images.patches import is_whole
 from atom.images.reader import ImageReader
 from atom.images.types import Image
 

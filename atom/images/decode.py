@@ -22,7 +22,8 @@ import msgspec
 
 from atom.errors import EngineDeadError, RequestError
 from atom.images.decode_process import BODY, HEAD, TASK, Order
-from atom.images.processor import NO_LIMIT, Processor, import_pillow, is_whole, with_digest
+from atom.images.patches import import_pillow, is_whole, with_digest
+from atom.images.processor import NO_LIMIT, Processor
 from atom.images.types import Image
 from atom.process.child_process import end, start_python
 

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from atom.errors import RequestError
-from atom.images.processor import Processor, make_patches
+from atom.images.patches import make_patches
+from atom.images.processor import Processor
 from atom.images.types import Image
 
 TASK = struct.Struct("=QQ")  # bytes of an Order and of a file, which follow

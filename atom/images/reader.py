@@ -27,7 +27,8 @@ from atom.errors import RequestError
 from atom.images.decode import Decoder
 from atom.images.decode_process import as_rgb
 from atom.images.layout import join, lay_out
-from atom.images.processor import Processor, import_pillow, prepare, processor_of
+from atom.images.patches import import_pillow, prepare
+from atom.images.processor import Processor, processor_of
 from atom.images.prompts import place_images, show_prompt
 from atom.images.sources import SourceLimits, read_file, read_source
 from atom.images.types import Image, PlacedImage

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from atom.config import VideoConfig
 from atom.errors import RequestError
-from atom.images.processor import Processor, with_digest
+from atom.images.patches import with_digest
+from atom.images.processor import Processor
 from atom.images.types import Image, PlacedImage, placeholder, placeholders_of
 
 MAX_TIME = 1 << 24  # positions: float32 has all whole numbers up to this

@@ -24,8 +24,10 @@ from atom.errors import AtomError
 from atom.graph import interpret, ops, verify
 from atom.images.encoder_inputs import encoder_inputs
 from atom.images.layout import lay_out
-from atom.images.processor import Processor, fit_size, prepare, processor_of
+from atom.images.patches import prepare
+from atom.images.processor import Processor, processor_of
 from atom.images.prompts import place_images, show_placeholders
+from atom.images.sizes import fit_size
 
 
 def tower_of(config: Config) -> tuple[VisionConfig, Processor]:

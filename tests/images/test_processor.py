@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from atom.errors import RequestError
-from atom.images.processor import Processor, fit_size, is_whole, prepare
+from atom.images.patches import is_whole, prepare
+from atom.images.processor import Processor
 from atom.images.prompts import place_images
+from atom.images.sizes import fit_size
 from atom.images.types import Image, placeholder
 
 PIL = pytest.importorskip("PIL.Image")

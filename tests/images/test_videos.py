@@ -13,7 +13,8 @@ import torch
 
 from atom.config import VideoConfig
 from atom.errors import RequestError
-from atom.images.processor import NO_LIMIT, Processor, prepare
+from atom.images.patches import prepare
+from atom.images.processor import NO_LIMIT, Processor
 from atom.images.prompts import show_placeholders
 from atom.images.types import placeholder
 from atom.images.videos import FPS, Video, find_images, frame_processor, pair_frames, place_videos

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from atom.graph import Batch, PagedCache, ops
 from atom.graph.batch import PREFIX_MULTIPLE, SharedPrefixes
+from atom.graph.ops.sparse import to_index_entries
 
 NAN = float("nan")
 
@@ -38,6 +39,15 @@ class LatentCase(NamedTuple):
     q_nope: Tensor
     q_rope: Tensor
     kv_b: Tensor
+    cache: PagedCache
+    batch: Batch
+
+
+class IndexCase(NamedTuple):
+    """The arguments of paged_index_topk."""
+
+    q: Tensor
+    weights: Tensor
     cache: PagedCache
     batch: Batch
 
@@ -76,6 +86,30 @@ def make_latent_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, 
     kv_b = (torch.randn(heads * (plain + value), rank, generator=random) / rank**0.5).to(dtype)
     q_nope, q_rope = q.split([plain, rotated], dim=2)
     return LatentCase(q_nope, q_rope, kv_b, PagedCache(blocks, KIND), _batch(table, counts, lengths, len(decodes)))
+
+
+def make_index_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, heads: int = 24, dim: int = 8,
+                     block_size: int = 16, cache_dtype: torch.dtype = torch.float32, foreign: float = NAN,
+                     seed: int = 0) -> IndexCase:  # fmt: skip
+    """As make_case, of an indexer; of few heads many scores would be 0 and tie."""
+    random = torch.Generator().manual_seed(seed)
+    counts = [1] * len(decodes) + [num for num, _ in prefills]
+    lengths = [*decodes, *(length for _, length in prefills)]
+    blocks, table = _scatter(counts, lengths, torch.Size((dim,)), block_size, None, torch.float32, foreign, random)
+    entries = to_index_entries(blocks.view(-1, dim), cache_dtype)
+    q, weights = (torch.randn(sum(counts), heads, *more, generator=random) for more in ((dim,), ()))
+    cache = PagedCache(entries.view(*blocks.shape[:2], -1), KIND)
+    return IndexCase(q, weights, cache, _batch(table, counts, lengths, len(decodes)))
+
+
+def choices(case: Any, top_k: int) -> Tensor:
+    """`selected` i32[T, 1, top_k] of random tokens up to each query's own, all of them if they are no more."""
+    rows, random = [], torch.Generator().manual_seed(0)
+    for length, num in zip(case.batch.lengths.tolist(), case.batch.starts.diff().tolist(), strict=True):
+        for seen in range(length - num + 1, length + 1):
+            own = torch.randperm(seen, generator=random)[:top_k]
+            rows.append(torch.nn.functional.pad(own, (0, top_k - len(own)), value=-1))
+    return torch.stack(rows).int().unsqueeze(1)
 
 
 def _batch(table: Tensor, counts: Sequence[int], lengths: Sequence[int], num_decodes: int) -> Batch:

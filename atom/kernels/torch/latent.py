@@ -98,13 +98,13 @@ class PagedLatentAttention:
         out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
         stored = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
         for some in _slices(tokens, self._expanded_bytes // (4 * num * (rank + q_rope.shape[2] + heads))):
-            own = slots[some]
-            entries = stored[own.clamp(min=0).flatten()].view(cache.dtype)
+            own, first = slots[some], slots[some, :1]  # in place of none a query reads the first that it chose
+            entries = stored[torch.where(own < 0, first, own).clamp(min=0).flatten()].view(cache.dtype)
             latents, k_rope = split_entries(entries, rank, q_rope.dtype)
             keys = torch.cat((latents.float(), k_rope.float()), dim=1).view(len(own), num, -1)
             q = self._absorb(q_nope[some], q_rope[some], weight, rule)
             scores = torch.bmm(q, keys.mT).mul_(rule.scale).masked_fill_((own < 0).unsqueeze(1), float("-inf"))
-            sums = torch.bmm(scores.softmax(-1).nan_to_num_(0.0), keys[..., :rank])  # nan: a query chose none
+            sums = torch.bmm(scores.softmax(-1), keys[..., :rank]).masked_fill_((first < 0).unsqueeze(2), 0.0)
             self._sum_values(sums * rule.value_scale, weight, out[some])
         return out
 

@@ -1,4 +1,4 @@
-"""What queries choose, and latent attention to that, on a CPU (DeepSeek-AI 2025)."""
+"""The choice of an indexer on a CPU (DeepSeek-AI 2025), and where its entries are in the cache."""
 
 from __future__ import annotations
 

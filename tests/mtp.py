@@ -47,9 +47,13 @@ KINDS: dict[str, dict[str, list[str]]] = {  # of layers, that which predicts inc
 }
 
 
+INDEXERS = {"glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "full"]}}  # as KINDS, of names as others'
+
+
 def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -> Path:
     """Write a variant's checkpoint with such a layer. has_copies: it stores the embedding and the head once more"""
-    kinds, names = KINDS.get(name, {}), NAMES[name in KINDS]
+    kinds, names = dict(KINDS.get(name, {})), NAMES[name in KINDS]
+    kinds |= INDEXERS.get(name, {})
     model = tiny.save_changed(name, target, **{"num_hidden_layers": NUM_LAYERS + 1, **kinds, **changes})
     stored, hidden = load_file(target / "model.safetensors"), model.config.hidden_size
     stored = {key.replace(AT, names.layer): tensor for key, tensor in stored.items()}
@@ -72,8 +76,9 @@ class Double(drafts.LayerDouble):
     def __init__(self, folder: Path) -> None:
         self.stored = load_file(folder / "model.safetensors")
         self.names = NAMES[f"{OWN.proj}.weight" in self.stored]
-        kinds = KINDS.get(json.loads((folder / "config.json").read_text())["model_type"].removesuffix("_text"), {})
-        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds)
+        kind = json.loads((folder / "config.json").read_text())["model_type"].removesuffix("_text")
+        kinds = KINDS.get(kind, {})
+        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds, **INDEXERS.get(kind, {}))
         self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
         if kinds:  # its names are none of transformers'
             at = self.names.layer
@@ -102,6 +107,7 @@ class Double(drafts.LayerDouble):
             position_ids=positions,
             position_embeddings=self.model.model.rotary_emb(x, positions),
         )
+        x = x[0] if isinstance(x, tuple) else x  # GLM's gives what it chose, too
         return self._norm(x[0], self.names.norm)
 
     @torch.inference_mode()

@@ -47,6 +47,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3_plain_q_odd", {}),
     ("deepseek_v3_stacked", {}),
     ("kimi_k2", {}),
+    ("deepseek_v32", {}),  # an indexer of its own, and its keys
+    ("glm_moe_dsa", {}),  # the last layer of the model has none
     ("glm4_moe", {}),
     ("glm4_moe", {"first_k_dense_replace": 4}),
     ("glm4_moe_plain", {"hidden_size": 36, "tie_word_embeddings": True}),

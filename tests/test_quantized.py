@@ -364,6 +364,19 @@ def test_linears_of_the_delta_rule_may_be_stored_in_blocks(
     assert_same_as(tmp_path / "plain", packed, level=0)
 
 
+@pytest.mark.parametrize("is_bf16", [True, False])
+def test_an_indexer_may_be_stored_in_blocks_and_its_weights_of_heads_plain(is_bf16: bool, tmp_path: Path):
+    """As deepseek-ai/DeepSeek-V3.2, in bf16, and as transformers saves them, in float32."""
+    tiny.save_changed("deepseek_v32", tmp_path / "plain", index_n_heads=32)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    if is_bf16:
+        tensors |= {key: each.bfloat16() for key, each in tensors.items() if "weights_proj" in key}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    names = (*NAMES, "indexer.wq_b.weight", "indexer.wk.weight")
+    packed = pack(tmp_path / "plain", LAYOUTS["deepseek"], tmp_path / "packed", names, left_plain="weights_proj")
+    assert_same_as(tmp_path / "plain", packed, level=1)
+
+
 RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4},
                                    "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
 

@@ -46,14 +46,19 @@ def every(number: Any, named: str, others: str, at: Any = None, *, _node_: Any) 
     return [named if layer == at else others for layer in range(number)]
 
 
-def repeat(pattern: Any, number: Any, *, _node_: Any) -> list[str] | None:
-    """So many types of layers, of a pattern that repeats."""
+def repeat(pattern: Any, number: Any, ahead: Any = 0, *, _node_: Any) -> list[str] | None:
+    """So many types of layers, of a pattern that repeats.
+
+    ahead: layers of its first type that come first
+    """
     if pattern is None or number is None:
         return None
     listed = list(pattern) if isinstance(pattern, list | ListConfig) else []
     if not listed or not is_count(number):
         raise ConfigError(f"{key_of(_node_)}: {spelled(pattern)} is not a pattern, of {spelled(number)} layers")
-    return [listed[layer % len(listed)] for layer in range(number)]
+    if ahead != 0 and not is_count(ahead):
+        raise ConfigError(f"{key_of(_node_)}: {spelled(ahead)} is no number of layers ahead of a pattern")
+    return [listed[max(layer - ahead, 0) % len(listed)] for layer in range(number)]
 
 
 def where(layers: Any, number: Any, named: str, others: str, first: int = 0, *, _node_: Any) -> list[str] | None:

@@ -264,7 +264,9 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
 
 def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:
     """The tokens i32[T, 1, top_k] that a layer's queries attend to, or those that an earlier layer chose."""
-    if index.layers is not None and index.layers[writer.model.layer_like(layer)] == "shared":
+    model = writer.model
+    is_listed = index.layers is not None and layer < model.layers  # a layer that drafts has an indexer of its own
+    if is_listed and required(index.layers)[model.layer_like(layer)] == "shared":
         return next(node for node in reversed(writer.program.nodes) if node.target is ops.index_topk)
     q = writer.call(ops.split_heads, writer.linear(q_a, "index_q", index.heads * index.dim, False, layer),
                     heads=index.heads, name="index_q")  # fmt: skip

@@ -33,6 +33,7 @@ def test_every_takes_the_number_of_the_layer_that_differs():
 def test_repeat_cuts_a_pattern_to_the_number_of_layers():
     assert value_of("${repeat:${every:2,sparse,dense,0},3}") == ["sparse", "dense", "sparse"]
     assert value_of("${repeat:[a,b,c],2}") == ["a", "b"]
+    assert value_of("${repeat:[a,b,b],6,2}") == ["a", "a", "a", "b", "b", "a"]
     assert [value_of(text) for text in ("${repeat:null,2}", "${repeat:[a],null}")] == [None, None]
 
 
@@ -88,6 +89,7 @@ def test_scaled_leaves_out_the_fraction_and_round_up_takes_the_next_multiple():
         ("${every:3,a,b,3}", "of.size: 3 is no layer of a pattern of 3, counted from 0"),
         ("${every:3,a,b,x}", "of.size: x is no layer of a pattern of 3, counted from 0"),
         ("${repeat:[],3}", "of.size: [] is not a pattern, of 3 layers"),
+        ("${repeat:[a],3,-1}", "of.size: -1 is no number of layers ahead of a pattern"),
         ("${repeat:[a],0}", "of.size: ['a'] is not a pattern, of 0 layers"),
         ("${paired:[a,mlp,mlp,a],mlp}", "of.size: every second one of [a, mlp, mlp, a] has to be mlp"),
         ("${paired:[a,mlp,a],mlp}", "of.size: every second one of [a, mlp, a] has to be mlp"),

@@ -583,6 +583,34 @@ FORMS = {
         zeros=("mlp.gate.e_score_correction_bias",),
         edit=with_dense_norm,
     ),
+    "deepseek_v32": HubForm(
+        f"{VLLM}/deepseek_v2.py; deepseek-ai/DeepSeek-V3.2",
+        fields={"first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1, "rope_theta": 10000,
+                "rope_scaling": None, "num_nextn_predict_layers": 0},
+        without=("mlp_layer_types", "layer_types", "rope_parameters", "head_dim"),
+    ),
+    "glm_5": HubForm(
+        f"{VLLM}/deepseek_v2.py; zai-org/GLM-5",
+        variant="glm_moe_dsa",
+        changes={"indexer_types": None},
+        fields={"first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "indexer_rope_interleave": True,
+                "rope_interleave": True, "num_nextn_predict_layers": 0},
+        without=("mlp_layer_types", "layer_types", "indexer_types"),
+    ),
+    "glm_5_2": HubForm(
+        f"{VLLM}/deepseek_v2.py; zai-org/GLM-5.2",
+        variant="glm_moe_dsa",
+        changes={"indexer_types": None, "index_topk_freq": 3, "index_skip_topk_offset": 3, "num_hidden_layers": 6},  # FFFSSF
+        fields={"index_topk_pattern": None, "index_share_for_mtp_iteration": True, "moe_router_dtype": "float32", "num_nextn_predict_layers": 0},
+        without=("layer_types", "indexer_types"),
+    ),
+    "glm_5_pattern": HubForm(
+        "transformers/models/glm_moe_dsa/modular_glm_moe_dsa.py: GlmMoeDsaConfig.__post_init__",
+        variant="glm_moe_dsa",
+        changes={"indexer_types": None, "index_topk_pattern": "FSSF"},
+        fields={"index_topk_freq": 4},
+        without=("layer_types", "indexer_types"),
+    ),
     "cohere2_moe": HubForm(
         f"{VLLM}/cohere2_moe.py; CohereLabs/command-a-plus",
         fields={"first_k_dense_replace": 1, "rope_theta": 10000.0},

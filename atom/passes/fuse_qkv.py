@@ -4,8 +4,8 @@
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))
 
-In latent attention these are the projections that read h: q (or q_a, if q has a latent too) and kv_a; in shared
-key-value attention q_a and kv.
+In latent attention these are the projections that read h: q (or q_a, if q has a latent too), kv_a, and the keys of an
+indexer of the layer's own; in shared key-value attention q_a and kv.
 Declines if they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
 
@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from atom.graph import Graph, ops
 from atom.graph.graph import call_of
-from atom.passes.match import cat_linears, have_same_form
+from atom.passes.match import cat_linears, form_of, have_same_form
 
 WRAPPERS = (
     ops.rope,
@@ -27,6 +27,7 @@ WRAPPERS = (
     ops.join,
     ops.merge_heads,
 )  # ops between a projection and its attention
+INDEX_WRAPPERS = (*WRAPPERS, ops.layer_norm, ops.merge_heads)  # and an indexer
 
 
 def fuse_qkv(graph: Graph) -> Graph:
@@ -37,11 +38,18 @@ def fuse_qkv(graph: Graph) -> Graph:
         q, kv_a = (_projection(attention.args[place]) for place in (0, 2))
         if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
             q = _projection(q.args[0])
-        _fuse(graph, [q, kv_a], "qkv_a")
+        index_k = [k for k in _index_keys(attention) if k.target is ops.linear and form_of(k) == form_of(kv_a)]
+        _fuse(graph, [q, kv_a, *index_k], "qkv_a")
     for attention in graph.find(ops.mqa_attention):
         q, kv = map(_projection, attention.args[:2])
         _fuse(graph, [_projection(q.args[0]), kv], "qkv_a")
     return graph
+
+
+def _index_keys(attention: Node) -> list[Node]:
+    """The projection of the keys of which what an attention reads is chosen."""
+    chosen = [arg for arg in attention.args if isinstance(arg, Node) and arg.target is ops.index_topk]
+    return [_projection(each.args[1], INDEX_WRAPPERS) for each in chosen]
 
 
 def _fuse(graph: Graph, linears: Sequence[Node], name: str) -> None:
@@ -54,8 +62,8 @@ def _fuse(graph: Graph, linears: Sequence[Node], name: str) -> None:
     graph.replace(dict(zip(linears, parts, strict=True)))
 
 
-def _projection(node: Node) -> Node:
+def _projection(node: Node, wrappers: Sequence[ops.Op] = WRAPPERS) -> Node:
     node = call_of(node)
-    while node.target in WRAPPERS:
+    while node.target in wrappers:
         node = call_of(node.all_input_nodes[0])
     return node

@@ -100,6 +100,7 @@ def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
     q, rotated, latent, k_rope, kv_b, cache, *more = attention.args  # the scale of latents in fp8, what is selected
+    scales = [scale for scale in more[:1] if scale is not None]
     batch = graph.program_of(attention).input("batch", BATCH)
     q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)
     norm = None
@@ -107,7 +108,7 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
         attributes |= latent.kwargs
         latent, norm = latent.args
     written = graph.insert(
-        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, *more[:1],
+        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, *scales,
         name="q_rope", **attributes,
     )  # fmt: skip
     args = q, written, kv_b, cache, batch, *more

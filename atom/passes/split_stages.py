@@ -21,8 +21,9 @@ states, and sends the drafted tokens:
         …                                                    tokens = receive(drafted, axis="pipeline", source=1, …)
 
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
-which has the head, as in vLLM. Layers that read the KV of another one are on its stage, or refused. Two stages meet at
-the last value from which all that follows can be computed.
+which has the head, as in vLLM. Layers that read the KV of another one are on its stage, or refused; a stage begins at
+the nearest layer that reads nothing that an earlier one chose. Two stages meet at the last value from which all that
+follows can be computed.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     body = graph.programs[BODY]
     assert len(body.results) == 1, "config.load refuses drafts that read layers of several stages"
     layers = _first_calls(body)
-    counts = layers_of_stages(len(layers), num_stages)
-    starts = [sum(counts[:number]) for number in range(num_stages)]
-    borders = [_border(body, layers[:start], layers[start]) for start in starts[1:]]
+    starts = _starts(body, layers, num_stages)
+    borders = [_border(body, layers[:start], layers[start]) for start in starts]
     given = borders[stage - 1] if stage else None
     is_last = stage == num_stages - 1
     graph.programs[BODY] = _body_of_stage(body, given, body.results[0] if is_last else borders[stage], context)
@@ -65,6 +65,27 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
             graph.programs[name] = _received_result(graph.programs[name], result, num_stages - 1)
     graph.num_rewrites += 1
     return graph
+
+
+def _starts(body: Program, layers: Sequence[Node], num_stages: int) -> list[int]:
+    """The first layers of all stages but the first one, as near to those of stages of one size as can be."""
+    numbers = {state.name: number for number, layer in enumerate(layers) for state in _states(layer)}
+    possible = {*range(1, len(layers))}
+    for chosen in (call for call in body.nodes if call.target is ops.index_topk):
+        readers = (state for user in chosen.users for state in _states(user))
+        last = max((numbers[state.name] for state in readers), default=0)
+        possible -= {*range(numbers[_states(chosen)[0].name] + 1, last + 1)}
+    counts = layers_of_stages(len(layers), num_stages)
+    starts = list[int]()
+    for number in range(1, num_stages):
+        left = sorted(layer for layer in possible if layer > max(starts, default=0))
+        left = left[: max(len(left) - (num_stages - 1 - number), 0)]  # one for each stage that follows
+        if not left:
+            shared = "layers read what earlier ones chose, which does not go to another stage"
+            raise UnsupportedError(f"{shared}; set fewer stages with parallel.pipeline, or one")
+        wanted = sum(counts[:number])
+        starts.append(min(left, key=lambda layer: abs(layer - wanted)))
+    return starts
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:

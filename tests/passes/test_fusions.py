@@ -47,6 +47,49 @@ NARROW, NARROW_FUSED = (  # values of fewer dims than keys
     for text in (QKV, QKV_FUSED)
 )
 
+LATENT = """\
+def f(h: fp32[T, 8]):
+    g = add(h, h)
+    q_a = linear(h, W("q_a", fp32[6, 8]))
+    low = rms_norm(q_a, W("q_a_norm", fp32[6]), eps=1e-06)
+    q_b = linear(low, W("q_b", fp32[10, 6]))
+    q_1 = split_heads(q_b, heads=2)
+    q_2, q_rope = split(q_1, sizes=[3, 2])
+    kv_a = linear(h, W("kv_a", fp32[6, 8]))
+    latent, k_rope = split(kv_a, sizes=[4, 2])
+    k_rope_1 = split_heads(k_rope, heads=1)
+    index_k = linear(h, W("index_k", fp32[4, 8]))
+    index_k_1 = layer_norm(index_k, W("k_norm", fp32[4]), W("k_norm.bias", fp32[4]), eps=1e-06)
+    index_k_2 = split_heads(index_k_1, heads=1)
+    index_k_3 = merge_heads(index_k_2)
+    index_q = linear(low, W("index_q", fp32[12, 6]))
+    index_q_1 = split_heads(index_q, heads=3)
+    weights = linear(h, W("weights", fp32[3, 8]))
+    selected = index_topk(index_q_1, index_k_3, weights, KV("0", fp32[4], part="index"), top_k=2)
+    a = mla_attention(q_2, q_rope, latent, k_rope_1, W("kv_b", fp32[12, 4]), KV("0", fp32[6]), None, selected, scale=0.5)
+    return a"""
+
+LATENT_FUSED = (
+    LATENT.replace(
+        '    q_a = linear(h, W("q_a", fp32[6, 8]))',
+        '    qkv_a = linear(h, cat([W("q_a", fp32[6, 8]), W("kv_a", fp32[6, 8]), W("index_k", fp32[4, 8])]))\n'
+        "    q_a, kv_a, index_k = split(qkv_a, sizes=[6, 6, 4])",
+    )
+    .replace('    kv_a = linear(h, W("kv_a", fp32[6, 8]))\n', "")
+    .replace('    index_k = linear(h, W("index_k", fp32[4, 8]))\n', "")
+)
+# of another layer's indexer, or stored otherwise
+LATENT_ELSEWHERE, LATENT_ELSEWHERE_FUSED = (
+    LATENT.replace('(h, W("index_k"', '(g, W("index_k"'),
+    LATENT.replace('(h, W("index_k"', '(g, W("index_k"')
+    .replace(
+        '    q_a = linear(h, W("q_a", fp32[6, 8]))',
+        '    qkv_a = linear(h, cat([W("q_a", fp32[6, 8]), W("kv_a", fp32[6, 8])]))\n'
+        "    q_a, kv_a = split(qkv_a, sizes=[6, 6])",
+    )
+    .replace('    kv_a = linear(h, W("kv_a", fp32[6, 8]))\n', ""),
+)
+
 GATE_UP = """\
 def f(h: fp32[T, 8]):
     gate = linear(h, W("g", fp32[6, 8]), W("g.b", fp32[6]))
@@ -87,6 +130,8 @@ def f(h: fp32[T, 8]):
 CASES = [
     (fuse_qkv, QKV, QKV_FUSED),
     (fuse_qkv, NARROW, NARROW_FUSED),
+    (fuse_qkv, LATENT, LATENT_FUSED),
+    (fuse_qkv, LATENT_ELSEWHERE, LATENT_ELSEWHERE_FUSED),
     (fuse_gate_up, GATE_UP, GATE_UP_FUSED),
     (fuse_gate_up, CLAMPED, CLAMPED_FUSED),
     (fuse_norm_residual, NORM, NORM_FUSED),

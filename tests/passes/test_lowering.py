@@ -152,6 +152,28 @@ def test_latent_attention_writes_one_entry_for_all_heads():
     assert text_of(lower_attention(parse(LATENT))).strip() == LATENT_AFTER
 
 
+CHOSEN = """\
+def body(i: fp32[T, 3, 4], k: fp32[T, 4], w: fp32[T, 3], q: fp32[T, 2, 4], r: fp32[T, 2, 2], latent: fp32[T, 6], l: fp32[T, 1, 2]):
+    s = index_topk(i, k, w, KV("0", fp32[4], part="index"), top_k=2)
+    a = mla_attention(q, r, latent, l, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), None, s, scale=0.5)
+    b = mla_attention(q, r, latent, l, W("kv_b", fp32[14, 6]), KV("1", fp32[8]), None, s, scale=0.5)
+    return a, b"""
+
+CHOSEN_AFTER = """\
+def body(i: fp32[T, 3, 4], k: fp32[T, 4], w: fp32[T, 3], q: fp32[T, 2, 4], r: fp32[T, 2, 2], latent: fp32[T, 6], l: fp32[T, 1, 2], batch: Batch):
+    index_q = write_index(i, k, KV("0", fp32[4], part="index"), batch)
+    s = paged_index_topk(index_q, w, KV("0", fp32[4], part="index"), batch, top_k=2)
+    q_rope = norm_rope_write_latent(r, latent, l, None, None, None, KV("0", fp32[8]), batch)
+    a = paged_mla_attention(q, q_rope, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), batch, None, s, scale=0.5)
+    q_rope_1 = norm_rope_write_latent(r, latent, l, None, None, None, KV("1", fp32[8]), batch)
+    b = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("1", fp32[8]), batch, None, s, scale=0.5)
+    return a, b"""
+
+
+def test_an_indexer_writes_its_keys_and_a_later_layer_reads_what_it_chose():
+    assert text_of(lower_attention(parse(CHOSEN))).strip() == CHOSEN_AFTER
+
+
 def test_a_rope_of_which_only_one_is_interleaved_stays():
     lowered = text_of(
         lower_attention(

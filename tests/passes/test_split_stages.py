@@ -214,7 +214,7 @@ def logits_of_stages(checkpoint: Path, tokens: list[int], mesh: Mesh) -> list[to
         verify(graphs[-1], ops.SEMANTIC)
         assert show(parse(show(graphs[-1]))) == show(graphs[-1])
     assert {name for graph in graphs for name in graph.stored()} == semantic_graph(config).stored().keys()
-    assert sum(len(graph.states()) for graph in graphs) == sum(
+    assert sum(len({state.name for state in graph.states()}) for graph in graphs) == sum(
         map(config.model.keeps_state, range(config.model.layers))
     )
     opened, read = open_for(config, SilentProgress()), []
@@ -245,6 +245,23 @@ def test_stages_give_the_logits_of_transformers(
     made = logits_of_stages(checkpoints(name), tokens, mesh)
     assert_same_logits(made[0], tiny.logits(references(name), tokens))
     assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+def test_a_stage_begins_at_a_layer_that_chooses_for_itself(tmp_path: Path):
+    types = ["full", "full", "shared", "shared", "shared", "full"]
+    tiny.save_changed("glm_moe_dsa", tmp_path, num_hidden_layers=6, indexer_types=types)
+    config = load([f"checkpoint={tmp_path}", "device=cpu"])
+
+    def first_layers(num_stages: int) -> list[int]:
+        graphs = [split_stages(semantic_graph(config), context(stage, num_stages)) for stage in range(num_stages)]
+        return [int(graph.states()[0].name.split(".")[2]) for graph in graphs]
+
+    assert {num: first_layers(num) for num in (2, 3)} == {2: [0, 1], 3: [0, 1, 5]}, "not 3, nor 2 and 4"
+    message = (
+        "layers read what earlier ones chose, which does not go to another stage; set fewer stages with parallel.p"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        first_layers(4)
 
 
 def test_layers_without_state_go_with_the_layer_before_them(tmp_path: Path):

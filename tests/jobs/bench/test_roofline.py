@@ -275,6 +275,25 @@ def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: 
     assert attention.prefill_flops == 2 * 128 * ((128 + 64) + 128)
 
 
+def test_of_latents_only_those_that_an_indexer_chose_are_read_and_all_of_its_keys(costs_of: Any):
+    (attention, num_layers), (index, num_indexers) = sorted(
+        Counter(costs_of("glm_5_2")["body"].attention).items(), key=lambda item: item[0].weight is None
+    )
+    assert (num_layers, num_indexers) == (78, 21)
+    assert (attention.top_k, attention.states) == (2048, ((TokenRule(), (512 + 64) * 2),))
+    assert (index.top_k, index.states) == (None, ((TokenRule(), 128 * 2),))
+    assert index.decode_flops == index.prefill_flops == 2 * 32 * (128 + 1)
+    weight = attention.weight.work(2)
+    read = attention.work(decode(65_536, 1000))
+    assert read.bytes - weight.bytes == (2048 + 1000) * 1152
+    assert read.flops - weight.flops == (2048 + 1000) * attention.decode_flops
+    assert index.work(decode(65_536, 1000)) == Work((65_536 + 1000) * 256, (65_536 + 1000) * index.decode_flops)
+    prompt = Step(0.0, array("q"), [(2000, 100)], 1)
+    assert index.work(prompt) == Work(2100 * 256, sum(range(2001, 2101)) * index.prefill_flops)
+    chosen = attention.work(prompt).flops - attention.weight.work(100).flops
+    assert chosen == sum(min(seen, 2048) for seen in range(2001, 2101)) * attention.prefill_flops
+
+
 @pytest.mark.slow
 def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
     plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))

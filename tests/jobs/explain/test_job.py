@@ -78,14 +78,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="module")
-def sizes(published: Any) -> Callable[[str], dict[str, Any]]:
+def sizes(published: Any) -> Callable[..., dict[str, Any]]:
     """The JSON object of `job=explain` for a published config with sequences of 4,096 tokens, made once."""
 
     @functools.cache
-    def make(name: str) -> dict[str, Any]:
+    def make(name: str, *fields: str) -> dict[str, Any]:
         out = io.StringIO()
         with redirect_stdout(out):
-            assert main(["job=explain", published(name), "serve.max_model_len=4096", "job.output=json"]) == 0
+            assert main(["job=explain", published(name), "serve.max_model_len=4096", "job.output=json", *fields]) == 0
         return json.loads(out.getvalue())
 
     return make
@@ -258,7 +258,13 @@ def deepseek(c: dict[str, Any]) -> list[Part]:
     }
     moe = [*mixture(c, c["n_routed_experts"], c["moe_intermediate_size"]), *gated[shared]]
     moe.append(Part(c["n_routed_experts"], num_bytes=4))  # the correction of the choice
-    return (latent_attention(c) + [Part(hidden)] * 2) * layers + gated[wide] * dense + moe * (layers - dense)
+    whole = (latent_attention(c) + [Part(hidden)] * 2) * layers + gated[wide] * dense + moe * (layers - dense)
+    return whole + indexer(c) * c.get("indexer_types", ["full"] * layers).count("full") if "index_topk" in c else whole
+
+
+def indexer(c: dict[str, Any]) -> list[Part]:
+    heads, dim, hidden = c["index_n_heads"], c["index_head_dim"], c["hidden_size"]
+    return [Part(heads * dim, c["q_lora_rank"]), Part(dim, hidden), Part(heads, hidden), Part(dim), Part(dim)]
 
 
 def gpt_oss(c: dict[str, Any]) -> list[Part]:
@@ -291,6 +297,8 @@ class Published(NamedTuple):
 
 PUBLISHED = {
     "deepseek_v3": Published(deepseek, 671e9, 37e9),
+    "deepseek_v3_2": Published(deepseek, 671e9, 37e9),
+    "glm_5_2": Published(deepseek, 744e9, 40e9),
     "kimi_k2": Published(deepseek, 1.0e12, 32e9),
     "gpt_oss_20b": Published(gpt_oss, 20.9e9, 3.6e9),
     "qwen3_30b_a3b": Published(qwen3_moe, 30.5e9, 3.3e9, counts_embedding=True),
@@ -407,6 +415,15 @@ def test_a_large_model_is_explained_from_its_config_only(published: Any):
         'W("model.layers.3.mlp.experts.{expert}.gate_proj.weight", bf16[2048, 7168], fmt="fp8[128, 128]")'
         in ended.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "indexers"), [pytest.param("deepseek_v3_2", 61, 61, marks=pytest.mark.slow), ("glm_5_2", 78, 21)]
+)
+def test_an_indexer_keeps_a_key_of_each_token_and_shared_ones_none(name: str, layers: int, indexers: int, sizes: Any):
+    in_bf16, in_fp8 = (sizes(name, *fields)["kv_bytes_per_token"]["full"] for fields in ((), ("quant.kv=fp8",)))
+    assert in_bf16 == layers * (512 + 64) * 2 + indexers * 128 * 2
+    assert in_fp8 == layers * (512 + 64 * 2) + indexers * (128 + 4), "a scale in float32 with each key"
 
 
 # active parameters

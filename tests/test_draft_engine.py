@@ -84,6 +84,7 @@ def draft_case(at: Path, name: str, of: str, **changes: Any) -> Case:
 CASES: dict[str, Callable[[Path], Case]] = {
     "mtp_deepseek_v3": partial(mtp_case, name="deepseek_v3"),
     "mtp_glm4_moe": partial(mtp_case, name="glm4_moe"),
+    "mtp_glm_moe_dsa": partial(mtp_case, name="glm_moe_dsa"),
     "mtp_exaone_moe": partial(mtp_case, name="exaone_moe"),
     "mtp_qwen3_5": partial(mtp_case, name="qwen3_5"),
     "eagle3_qwen3": partial(eagle3_case, name="qwen3", changes={"num_hidden_layers": 7}),
@@ -207,6 +208,7 @@ def test_tokens_are_those_of_none(
             for case in (
                 ("mtp_deepseek_v3", {"tensor_parallel_size": 2}),
                 ("mtp_glm4_moe", {"parallel.data": 2}),
+                ("mtp_glm_moe_dsa", {"tensor_parallel_size": 2}),
                 ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
                 ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
                 ("mtp_glm4_moe", {"parallel.pipeline": 2, "parallel.data": 2}),

@@ -41,11 +41,12 @@ MODELS = [
     "olmo3",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
 ]
 Scales = Callable[[int], tuple[float, float]]  # of a layer: of its keys and values
 
 
-def round_fp8(x: Tensor, scale: float) -> Tensor:
+def round_fp8(x: Tensor, scale: float | Tensor) -> Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
@@ -57,6 +58,15 @@ class RoundingCache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         rounded = map(round_fp8, (key_states, value_states), self.scales(layer_idx))
         return super().update(*rounded, layer_idx, *args, **kwargs)
+
+
+class RoundingIndexCache(DynamicCache):
+    """Index keys in fp8, each with a scale of its own."""
+
+    def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scales = keys.abs().amax(-1, keepdim=True) / 448
+        rounded: Tensor = super().update_indexer(round_fp8(keys, scales), *args, **kwargs)
+        return rounded
 
 
 def ones(_layer: int) -> tuple[float, float]:
@@ -73,7 +83,10 @@ def rounded_logits(model: Any, tokens: list[int], scales: Scales = ones) -> Tens
         for layer, attention in enumerate(each.self_attn for each in model.model.layers)
         if hasattr(attention, "kv_b_proj")
     ]
-    cache = DynamicCache() if hooks else RoundingCache(scales)
+    if hasattr(model.config, "index_topk"):
+        cache: DynamicCache = RoundingIndexCache(config=model.config)
+    else:
+        cache = DynamicCache() if hooks else RoundingCache(scales)
     logits: Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0].float()
     for hook in hooks:
         hook.remove()

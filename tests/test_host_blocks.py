@@ -57,6 +57,8 @@ def load_always(engine: LLMEngine) -> LLMEngine:
         ("gpt_oss", {}),
         ("deepseek_v4", {}),
         ("deepseek_v3", {"kv_cache_dtype": "fp8"}),
+        ("glm_moe_dsa", {}),  # two states of a layer
+        ("deepseek_v32", {"kv_cache_dtype": "fp8"}),
         ("llama", {"method": "ngram"}),
         ("minimax_m3", {}),
     ],

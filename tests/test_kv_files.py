@@ -61,7 +61,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("gpt_oss", 1), ("deepseek_v4", 3)])
+@pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("gpt_oss", 1), ("glm_moe_dsa", 1), ("deepseek_v4", 3)])
 def test_another_engine_reads_what_one_has_written(name: str, scale: int, open_engine: Open, tmp_path: Path):
     """scale: of the host's memory"""
     expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))

@@ -177,6 +177,7 @@ def test_processes_with_recurrent_state_give_what_one_gives(name: str, changes: 
             marks=pytest.mark.slow,
         ),
         ("deepseek_v3", {"parallel.data": 3}),
+        ("glm_moe_dsa", {"parallel.data": 2, "parallel.experts": 2}),
         ("qwen3_next", {"parallel.data": 2, "parallel.experts": 2, "state_memory": 1 << 16}),
         pytest.param("lfm2_moe", {"parallel.data": 2, "state_memory": 1 << 15}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow),
@@ -204,7 +205,10 @@ def test_groups_generate_the_tokens_of_the_reference(
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        *((name, {"pipeline_parallel_size": 2}) for name in ("llama_tied", "deepseek_v3", "gemma3", "gpt_oss")),
+        *(
+            (name, {"pipeline_parallel_size": 2})
+            for name in ("llama_tied", "deepseek_v3", "gemma3", "glm_moe_dsa", "gpt_oss")
+        ),
         ("gemma4_shared", {"pipeline_parallel_size": 2}),
         ("deepseek_v4", {"pipeline_parallel_size": 2}),
         ("qwen3_moe", {"parallel.pipeline": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True}),

@@ -1,0 +1,62 @@
+"""Layers that attend to what an indexer chooses: that the choice is seen, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from atom import weights
+from atom.checkpoint import SilentProgress
+from atom.compiler import semantic_graph
+from atom.config.checkpoint import open_for
+from atom.config.load import load
+from atom.errors import AtomError
+from atom.graph import interpret
+
+FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
+TOP_K = tiny.INDEX["index_topk"]
+
+
+@torch.inference_mode()
+def hidden_of(folder: Path, *overrides: str) -> Tensor:
+    config = load([f"checkpoint={folder}", "dtype=fp32", *overrides])
+    graph = semantic_graph(config)
+    tensors = weights.load(graph.recipes(), open_for(config, SilentProgress()), SilentProgress())
+    inputs = {"tokens": torch.tensor(tiny.prompt(40)), "positions": torch.arange(40)}
+    hidden: Tensor = interpret(graph, "body", inputs, tensors.__getitem__)
+    return hidden
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_choice_is_seen_from_where_a_query_may_not_choose_all(name: str, checkpoints: Any):
+    chosen, dense = (hidden_of(checkpoints(name), *way) for way in ((), ("model.attention.index.top_k=40",)))
+    difference = (chosen - dense).abs().amax(-1) / dense.abs().amax()
+    assert (difference[:TOP_K] < 1e-5).all()
+    assert (difference[TOP_K:] > 1e-3).sum() > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indexer_types": ["full", "shared"]}, "model.attention.index.layers names only 2 layers, the model has 4"),
+        ({"indexer_types": ["full", "half", "full", "full"]}, "model.attention.index.layers: half is not full or shared"),
+        ({"indexer_types": ["shared"] * 4}, "index.layers: the first layer shares what no layer before it chose"),
+        ({"indexer_types": None, "index_topk_freq": 0}, "index.layers: 0 is not a number of layers from 1 to 512"),
+        ({"indexer_types": None, "index_topk_pattern": "FXSF"}, "index.layers: X in FXSF is no type of layers; letters: F S"),
+        ({"index_head_dim": 6}, "model.attention.index.dim=6 is less than rope_dim=8"),
+        ({"index_topk": 0}, "model.attention.index.top_k"),
+        ({"q_lora_rank": None}, "model.attention.index: it reads the latent of queries, which have none"),
+    ],
+)  # fmt: skip
+def test_an_indexer_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path):
+    config = tiny.config("glm_moe_dsa").to_dict() | changes | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AtomError, match=message) as error:
+        semantic_graph(load([f"checkpoint={tmp_path}", "device=cpu"]))
+    assert "\n" not in str(error.value)

@@ -41,6 +41,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "deepseek_r1_tp8_mtp": ("deepseek_v3", {}, 671e9 + 11.5e9),  # with the layer that drafts
     "minimax_m3_tp8_ep": ("qwen3_235b_a22b", MINIMAX_M3, 427e9),
     "kimi_k2_thinking_tp4": ("kimi_k2", {}, 1.03e12),
+    "glm_5_2": ("glm_5_2", {}, 744e9),
 }  # fmt: skip
 
 
@@ -67,8 +68,8 @@ def test_a_laptop_explains_a_recipe_of_large_gpus(name: str, tmp_path: Path, cap
     assert main(argv) == 0, capsys.readouterr().err
     explained = json.loads(capsys.readouterr().out)
     assert explained["parameters"] == pytest.approx(parameters, rel=0.01)
-    num_ranks = {"tp8": 8, "tp4": 4}.get((re.search(r"tp\d", name) or ["tp1"])[0], 1)
-    assert explained.get("ranks", {}).get("tensor", 1) == num_ranks
+    layout = re.search(r"/parallel: tp(\d)", (ROOT / "recipes" / f"{name}.yaml").read_text())
+    assert explained.get("ranks", {}).get("tensor", 1) == int(layout[1] if layout else 1)
     assert explained["gpu"]["gpus_for_weights"] == (2 if name.startswith("kimi") else 1), "GPUs that hold a rank"
 
 

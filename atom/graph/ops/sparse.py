@@ -34,7 +34,7 @@ from atom.graph.ops.base import LOWERED, SEMANTIC, op
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
-SCALE_BYTES = 4  # of the scale behind a key in fp8
+SCALE_BYTES = 4  # of the scale past a key in fp8
 
 
 def index_entry(cache_dtype: str, dim: int) -> Type:

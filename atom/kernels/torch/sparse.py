@@ -1,4 +1,4 @@
-"""The choice of an indexer on a CPU (DeepSeek-AI 2025), and where its entries are in the cache."""
+"""Choose entries by an indexer on a CPU, find their slots (DeepSeek-AI 2025)."""
 
 from __future__ import annotations
 

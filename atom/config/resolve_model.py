@@ -76,7 +76,6 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
 ONLY_GQA: dict[str, Any] = {  # fields of attention and their only values of other kinds
     "qk_norm": "none",
     "softcap": None,
-    "gate": "none",
     "o_norm": "none",
     "v_norm": False,
     "k_is_v": False,
@@ -510,6 +509,8 @@ def check_mqa(attention: AttentionConfig, at: str) -> None:
     if attention.kind != "mqa":
         return
     check_only_gqa(attention, at)
+    if attention.gate != "none":
+        raise UnsupportedError(f"{at}.gate={attention.gate} is not supported for kind mqa")
     for name in ("q_rank", "o_rank"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mqa needs it")
@@ -552,7 +553,7 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    check_only_gqa(replace(attention, gate="none"), at)
+    check_only_gqa(attention, at)
     for name, value in (("sinks", False), ("window", None)):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")

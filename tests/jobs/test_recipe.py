@@ -39,7 +39,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
         117e9,
     ),
     "deepseek_r1_tp8_mtp": ("deepseek_v3", {}, 671e9 + 11.5e9),  # with the layer that drafts
-    "minimax_m3_tp8_ep": ("qwen3_235b_a22b", MINIMAX_M3, 427e9),
+    "minimax_m3": ("qwen3_235b_a22b", MINIMAX_M3, 427e9),
     "kimi_k2_thinking_tp4": ("kimi_k2", {}, 1.03e12),
     "glm_5_2": ("glm_5_2", {}, 744e9),
 }  # fmt: skip

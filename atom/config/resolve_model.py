@@ -533,12 +533,8 @@ def check_compress(attention: AttentionConfig, at: str) -> None:
         raise UnsupportedError(f"{at}.compress is not supported for kind {attention.kind} (supported: mqa)")
     if not compress.every:
         raise ConfigError(f"{at}.compress.every has no value; it is the tokens of a run")
-    if index is not None:
-        check_index(attention, at)
-        if index.dim < (rope.dims or 0):
-            raise ConfigError(f"{at}.index.dim={index.dim} is less than the {rope.dims} dims that turn")
-        if index.layers is not None:
-            raise UnsupportedError(f"{at}.index.layers: with compress each layer chooses; leave it out")
+    if index is not None and index.dim < (rope.dims or 0):
+        raise ConfigError(f"{at}.index.dim={index.dim} is less than the {rope.dims} dims that turn")
 
 
 def check_only_gqa(attention: AttentionConfig, at: str) -> None:
@@ -568,23 +564,24 @@ def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
     index = attention.index
     if index is None:
         return
-    is_mla = attention.kind == "mla"
-    for name in ("heads", "dim", "top_k", *(() if is_mla else ("block",))):
+    by_block = attention.kind == "gqa"
+    for name in ("heads", "dim", "top_k", *(("block",) if by_block else ())):
         if not getattr(index, name):
             raise ConfigError(f"{at}.index.{name} has no value; an indexer needs it")
-    words = ("full", "shared") if is_mla else ("full", "none")
+    if index.block is not None and not by_block:
+        chosen = "tokens" if attention.kind == "mla" else "runs"
+        raise UnsupportedError(f"{at}.index.block={index.block}: kind {attention.kind} chooses {chosen}; leave it out")
+    words = {"mla": ("full", "shared"), "gqa": ("full", "none"), "mqa": ("full",)}[attention.kind]
     unknown = {*(index.layers or ())} - {*words}
     if unknown:
-        raise ConfigError(f"{at}.index.layers: {min(unknown)} is not {words[0]} or {words[1]}")
-    if is_mla:
+        raise ConfigError(f"{at}.index.layers: {min(unknown)} is not {' or '.join(words)}")
+    if attention.kind == "mla":
         check_token_index(attention, index, at)
-    else:
+    elif by_block:
         check_block_index(attention, index, at, kv_heads)
 
 
 def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -> None:
-    if index.block is not None:
-        raise UnsupportedError(f"{at}.index.block={index.block}: latent attention chooses tokens; leave it out")
     if attention.q_rank is None:
         raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
     if index.dim < (attention.rope_dim or 0):

@@ -455,6 +455,7 @@ def call_the_rest(arch: str) -> None:
     attend_to_blocks(arch)
     attend_images(arch)
     attend_to_sums()
+    attend_to_chosen(arch)
     multiply_by_many_experts(arch)
     expand_adapters()
     recur()
@@ -547,6 +548,37 @@ def attend_to_sums() -> None:
 
     for num, width in itertools.product((2, 9), (2048, 7168)):
         attend_residuals(zeros(width), zeros(1, width), *zeros(num, 7, width), eps=1e-5)
+
+
+def attend_to_chosen(arch: str) -> None:
+    """What queries choose by an indexer, of short and long contexts, and latent attention to it."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.hopper.latent import PagedLatentAttention as HopperAttention
+    from atom.kernels.triton.attention.index_scores import write_index
+    from atom.kernels.triton.attention.latent import PagedLatentAttention
+    from atom.kernels.triton.attention.top_k import paged_index_topk
+
+    fp8 = torch.float8_e4m3fn
+    for dtype, is_fp8 in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        if is_fp8 and (arch == "sm_80" or dtype == torch.float32):
+            continue
+        kept, scale = (fp8, torch.ones(1)) if is_fp8 else (dtype, None)
+        keys = PagedCache(zeros(4, 64, 132 if is_fp8 else 128, dtype=kept), "full")
+        cache = PagedCache(zeros(4, 64, 512 + 64 * (2 if is_fp8 else 1), dtype=kept), "full")
+        for heads, width, (tokens, decodes, queries) in itertools.product(
+            (64, 128), (16, 512), ((4, 4, 1), (96, 96, 1), (12, 4, 3), (600, 0, 1), (20, 0, 1))
+        ):
+            table = zeros(max(decodes, 4), width, dtype=torch.int32)
+            starts = zeros(len(table) + 1, dtype=torch.int32)
+            slots = {"full": zeros(tokens, dtype=torch.int64)}
+            batch = Batch({"full": table}, slots, starts, starts[1:], decodes, queries)
+            q, weights = zeros(tokens, 64, 128, dtype=dtype), zeros(tokens, 64, dtype=torch.float32)
+            write_index(q, q[:, 0], keys, batch)
+            selected = paged_index_topk(q, weights, keys, batch, top_k=512)
+            q_nope, q_rope = zeros(tokens, heads, 192, dtype=dtype).split([128, 64], 2)
+            kv_b = zeros(heads * 256, 512, dtype=dtype)
+            for attention in (PagedLatentAttention, HopperAttention)[: 2 if arch == "sm_90" else 1]:
+                attention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, scale=0.1)
 
 
 def multiply_by_many_experts(arch: str) -> None:

@@ -149,7 +149,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     scores.masked_fill_(~mask, float("-inf"))
     if selected is not None:
         chosen = chosen_mask(selected, k.shape[0], block).transpose(0, 1).unsqueeze(1)
-        by_group = scores.reshape(len(chosen), -1, num_queries, k.shape[0])
+        by_group = scores.reshape(len(chosen), heads // len(chosen), num_queries, k.shape[0])
         scores = by_group.masked_fill(~chosen, float("-inf")).view_as(scores)
     if sinks is not None:
         column = sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, num_queries, 1)

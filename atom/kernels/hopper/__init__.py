@@ -41,6 +41,7 @@ SCALED_COLUMNS = {
 HEAD_DIMS = (64, 128, 256)
 TOWER_DIMS = range(64, 129, 8)  # of a head without a cache
 STATE_DIMS = (64, 128)  # of keys and values of a delta rule
+INDEX_HEADS, INDEX_DIM = (16, 32, 64, 128), 128  # of an indexer
 LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
 
 
@@ -93,6 +94,17 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *type
     if dims != LATENT_DIMS:
         return "heads have {} + {} dims and values of {}, not {} + {} and {}".format(*dims, *LATENT_DIMS)
     return _refuse_cache(q_nope, types) or triton.accepts_latent(target, q_nope, q_rope, kv_b, *types, **attributes)
+
+
+def accepts_tokens(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+    """16, 32, 64 or 128 index heads of 128 dims in bf16 or fp16, a cache in that dtype"""
+    heads, dim = map(int, q.shape[1:])
+    if heads not in INDEX_HEADS or dim != INDEX_DIM:
+        return f"{heads} index heads have {dim} dims"
+    cache = next(each for each in types if isinstance(each, KV))
+    if cache.type.dtype != q.dtype:
+        return f"the cache is in {cache.type.dtype}, not in {q.dtype}"
+    return _refuse_cache(q, types) or triton.accepts_tokens(target, q, *types, **attributes)
 
 
 def accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
@@ -243,6 +255,12 @@ def _load_latent(context: LoadContext) -> object:
     return SimpleNamespace(paged_mla_attention=context.share(PagedLatentAttention))
 
 
+def _load_index(_context: LoadContext) -> object:
+    from atom.kernels.hopper import index_scores
+
+    return index_scores
+
+
 def _load_delta_net(_context: LoadContext) -> object:
     from atom.kernels.hopper import delta_net
 
@@ -289,6 +307,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.segment_attention, _load_segments, accepts_segments),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.paged_index_topk, _load_index, accepts_tokens),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED, acts=GIVEN, packed_layout=_layout),

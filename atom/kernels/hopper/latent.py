@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.kernels.hopper import prefill_attention
+from atom.kernels.hopper import chosen_attention, prefill_attention
 from atom.kernels.triton.attention import latent
 from atom.kernels.triton.attention.expand import Expansion
+from atom.kernels.triton.attention.rows import Rows
 
 
 class PagedLatentAttention(latent.PagedLatentAttention):
@@ -24,6 +25,12 @@ class PagedLatentAttention(latent.PagedLatentAttention):
     def __init__(self) -> None:
         self._expansion = Expansion()
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
+
+    def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Tensor | None, rows: Rows,
+                    selected: Tensor, scale: float) -> latent.Sums:  # fmt: skip
+        if chosen_attention.suits(q, q_rope, cache):
+            return latent.Sums(*chosen_attention.attend_chosen(q, q_rope, cache, rows, selected, scale))
+        return super()._sum_chosen(q, q_rope, cache, k_scale, rows, selected, scale)
 
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
                          k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor | None:  # fmt: skip

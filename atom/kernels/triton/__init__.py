@@ -36,6 +36,7 @@ NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+MAX_INDEX_HEADS, MAX_INDEX_DIM, MAX_TOP_K = 128, 256, 8192
 MAX_TAPS = 33  # of a convolution: the first tile of a prompt reads what was before
 MAX_SUMS = 16  # of blocks, to which others attend
 MAX_STATE_DIM = 256  # of keys, or of a channel's state: registers hold so many times 32
@@ -122,9 +123,9 @@ def accepts_heads(_target: Target, q: Type, *_types: Any, **_attributes: Any) ->
 
 def accepts_cache(target: Target, *types: Any, **_attributes: Any) -> str | None:
     """a cache in fp8 from sm_89 on"""
-    is_fp8 = any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types)
+    is_fp8 = any(isinstance(each, KV) and each.type.dtype == FP8 for each in types)
     older = [name for name in target.features if name.startswith("sm_") and int(name[3:]) < FP8_CAPABILITY]
-    return f"fp8_e4m3 needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
+    return f"{FP8} needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
 
 
 def accepts_linear(
@@ -206,14 +207,12 @@ def accepts_lora(
 def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, _batch: Any,
                    _k_scale: Type | None = None, selected: Type | None = None,
                    **_attributes: Any) -> str | None:  # fmt: skip
-    """latents of up to 512 dims, rotated keys of up to 64, all of them; a cache in fp8 from sm_89 on"""
+    """latents of up to 512 dims, rotated keys of up to 64; entries chosen for all heads; fp8 from sm_89 on"""
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
+    if selected is not None and int(selected.shape[1]) != 1:
+        return f"takes one choice for all heads, not {selected}"
     if rank <= MAX_RANK and rotated <= MAX_ROTATED:
-        return (
-            "attends to all entries, not to those that an indexer chooses"
-            if selected is not None
-            else accepts_cache(target, cache)
-        )
+        return accepts_cache(target, cache)
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
@@ -234,6 +233,27 @@ def accepts_runs(_target: Target, q: Type, _weights: Type, cache: KV, *_types: A
         return f"reads keys of the model's dtype, not of a cache in {FP8}"
     dim = int(q.shape[-1])
     return None if dim <= MAX_STATE_DIM else f"heads have {dim} dims, more than {MAX_STATE_DIM}"
+
+
+def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, every: int = 1) -> str | None:
+    """up to 128 index heads of up to 256 dims, in fp8 of multiples of 4; up to 8192 chosen; fp8 from sm_89 on"""
+    if every > 1:
+        return "keeps keys of single tokens, not of runs"
+    heads, dim = map(int, q.shape[1:])
+    if heads > MAX_INDEX_HEADS or dim > MAX_INDEX_DIM:
+        return f"{heads} index heads have {dim} dims, more than {MAX_INDEX_HEADS} of {MAX_INDEX_DIM}"
+    if top_k > MAX_TOP_K:
+        return f"top_k={top_k} are more than {MAX_TOP_K}"
+    cache = next(each for each in types if isinstance(each, KV))
+    if cache.type.dtype == FP8 and dim % 4:
+        return f"the scale of a key in {FP8} of {dim} dims is not aligned"
+    return accepts_cache(target, *types)
+
+
+def accepts_topk(target: Target, *types: Any, every: int = 1, **attributes: Any) -> str | None:
+    """tokens as `accepts_tokens`, runs as `accepts_runs`"""
+    accepts = accepts_runs if every > 1 else accepts_tokens
+    return accepts(target, *types, every=every, **attributes)
 
 
 def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
@@ -350,6 +370,18 @@ def _load_latent(context: LoadContext) -> object:
     return SimpleNamespace(norm_rope_write_latent=norm_rope_write_latent, paged_mla_attention=attention)
 
 
+def _load_index(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import compressed, top_k
+    from atom.kernels.triton.attention.index_scores import write_index
+
+    def paged_index_topk(*args: Any, every: int = 1, **attributes: Any) -> torch.Tensor:
+        if every > 1:
+            return compressed.paged_index_topk(*args, every=every, **attributes)
+        return top_k.paged_index_topk(*args, **attributes)
+
+    return SimpleNamespace(write_index=write_index, paged_index_topk=paged_index_topk)
+
+
 def _load_router(context: LoadContext) -> object:
     from atom.kernels.triton.experts.router import Router
 
@@ -441,10 +473,11 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.write_index, _load_index, accepts_tokens),
+    _kernel(ops.paged_index_topk, _load_index, accepts_topk),
     _kernel(ops.segment_attention, _load_segments, accepts_heads),
     _kernel(ops.paged_compress, _load_compressed),
     _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
-    _kernel(ops.paged_index_topk, _load_compressed, accepts_runs),
     _kernel(ops.attend_residuals, _load_residuals, accepts_residuals),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),

@@ -5,7 +5,7 @@ The entries of the cache are keys and values of all heads.
     attend = PagedLatentAttention()    # one object for all layers: it owns the memory that prompts are expanded to
     for layer in layers:
         q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
-        out = attend(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
+        out = attend(q_nope, q_rope, kv_b, cache, batch, None, selected, scale=0.1)  # None: all
 
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
@@ -24,8 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
+from atom.kernels.triton.attention.chosen import attend_chosen
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.rope import store_rotated
+from atom.kernels.triton.attention.rows import Rows, split_rows
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.padded_alloc import new_rows
@@ -91,7 +93,8 @@ class PagedLatentAttention:
     """The op `paged_mla_attention`; its calls must run one after another."""
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                 k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, selected: Tensor | None = None, *,
+                 scale: float) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
         num_queries = num_decodes * batch.query_len
@@ -99,6 +102,9 @@ class PagedLatentAttention:
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
         out = new_rows(q_nope, tokens, heads, weight.shape[1] - plain)
+        if selected is not None and table.shape[1] * blocks.shape[1] > selected.shape[2]:  # else all were chosen
+            self._attend_chosen(q_nope, q_rope, weight, cache, batch, k_scale, selected.squeeze(1), scale, out)
+            return out
         if num_decodes:
             some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
             q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
@@ -118,6 +124,28 @@ class PagedLatentAttention:
                 _attend_absorbed(q_nope[others, some], q_rope[others, some], weight[some], blocks, *sequences, plan,
                                  k_scale, scale, out[others, some])  # fmt: skip
         return out
+
+    def _attend_chosen(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
+                       k_scale: Tensor | None, selected: Tensor, scale: float, out: Tensor) -> None:  # fmt: skip
+        """Attend to chosen entries, selected i32[T, k]"""
+        at_once = ABSORBED_BYTES // (len(weight) * weight.shape[2] * q_nope.element_size())
+        for rows, own in split_rows(cache.kind, batch, len(q_nope), at_once):
+            has_few = rows.num <= FEW_QUERIES
+            q = _absorb_few(q_nope[own], weight) if has_few else _absorb(q_nope[own], weight)
+            sums = self._sum_chosen(q, q_rope[own], cache.blocks, k_scale, rows, selected[own], scale)
+            if has_few and sums.weights is not None:
+                _merge_values(sums, weight, out[own])
+            else:
+                _sum_values(_merge(sums, q.dtype), weight, out[own])
+
+    def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Tensor | None, rows: Rows,
+                    selected: Tensor, scale: float) -> Sums:  # fmt: skip
+        """Absorbed queries q [N, R, L] and q_rope [R, N, P], selected i32[R, k] -> sums of entries"""
+        gpu, keys = find_gpu(q.device), view_keys(cache, q_rope.dtype)
+        entry = sum(max(16, next_power_of_2(dim)) for dim in (q.shape[2], q_rope.shape[2]))
+        element_size = max(q.element_size(), cache.element_size())
+        tiles = choose_tiles(len(q), entry, element_size, gpu.shared_memory, takes_64=gpu.capability < (10, 0))
+        return Sums(*attend_chosen(q, q_rope, cache, keys, k_scale, rows, selected, scale, tiles))
 
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
                          k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor | None:  # fmt: skip

@@ -107,7 +107,7 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
     return accepts_cache(target, *types)
 
 
-def accepts_index(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
+def accepts_blocks(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
     """index heads of up to 256 dims, a multiple of 4; a cache in fp8 from sm_89 on"""
     dim = int(q.shape[-1])
     if dim > MAX_TOWER_DIM or dim % 4:
@@ -468,7 +468,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.linear_activate, _load_epilogue, accepts_activated),
     _kernel(ops.norm_rope, _load_rope, accepts_attention),
     _kernel(ops.norm_rope_write, _load_rope, accepts_attention),
-    _kernel(ops.paged_index_blocks, _load_blocks, accepts_index),
+    _kernel(ops.paged_index_blocks, _load_blocks, accepts_blocks),
     _kernel(ops.paged_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention, reads_prefixes_once=True),
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import drafts
 import eagle3
 import mtp
+import mtp_streams
 import pytest
 import tiny
 import torch
@@ -63,6 +64,12 @@ def mtp_case(at: Path, name: str) -> Case:
     return Case(folder, {"method": "mtp"}, mtp.Double(folder))
 
 
+def streams_case(at: Path) -> Case:
+    folder = mtp_streams.save(at / "model", **FEW)
+    add_tokenizer(folder, LETTERS)
+    return Case(folder, {"method": "mtp"}, mtp_streams.Double(folder))
+
+
 def eagle3_case(at: Path, name: str, changes: dict[str, Any], **values: Any) -> Case:
     tiny.save_changed(name, at / "model", **FEW, **changes)
     add_tokenizer(at / "model", LETTERS)
@@ -86,6 +93,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "mtp_glm4_moe": partial(mtp_case, name="glm4_moe"),
     "mtp_glm_moe_dsa": partial(mtp_case, name="glm_moe_dsa"),
     "mtp_exaone_moe": partial(mtp_case, name="exaone_moe"),
+    "mtp_streams": streams_case,
     "mtp_qwen3_5": partial(mtp_case, name="qwen3_5"),
     "eagle3_qwen3": partial(eagle3_case, name="qwen3", changes={"num_hidden_layers": 7}),
     "eagle3_d2t": partial(eagle3_case, name="llama", changes={}, draft_vocab=7, layer="layers.0"),
@@ -211,6 +219,7 @@ def test_tokens_are_those_of_none(
                 ("mtp_glm_moe_dsa", {"tensor_parallel_size": 2}),
                 ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
                 ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
+                ("mtp_streams", {"parallel.pipeline": 2, "parallel.data": 2}),
                 ("mtp_glm4_moe", {"parallel.pipeline": 2, "parallel.data": 2}),
                 ("draft_llama", {"parallel.pipeline": 3}),
                 ("draft_fewer_rows", {"parallel.pipeline": 2, "tensor_parallel_size": 2}),

@@ -377,7 +377,8 @@ def check_streams(model: ModelConfig) -> None:
                 raise ConfigError(f"model.streams.{name}={spelled(value)} is for kind hyper, not for kind {kind}")
     if kind == "one":
         return
-    for name, default in (("loops", 1), ("sections", []), ("mtp_layers", 0), ("layer_scalar", False)):
+    of_one = {"loops": 1, "sections": [], "layer_scalar": False} | ({} if kind == "hyper" else {"mtp_layers": 0})
+    for name, default in of_one.items():
         if (value := getattr(model, name)) != default:
             at = f"model.streams.kind={kind}"
             raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")

@@ -49,7 +49,9 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
     of = [each for each in (read.fmt, fmt, *read.formats.values(), *formats.values()) if each]
     packed = find_packed(names, of, read.unread)
     plain = list(dict.fromkeys([*read.plain, *find_plain(names, packed), *plain]))
-    matrices = find_modules(config.model, packed, "embedding", "head", "router", "mtp_embedding_proj")
+    matrices = find_modules(
+        config.model, packed, "embedding", "head", "router", "mtp_embedding_proj", "mtp_hidden_proj"
+    )
     named = {module: format_of(module, fmt, plain, formats) for module in sorted(matrices)}
     return replace(read, fmt=fmt, plain=plain, formats=formats | {module: own for module, own in named.items() if own})
 

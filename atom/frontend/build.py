@@ -12,11 +12,10 @@ from collections.abc import Collection
 
 from atom.checkpoint import DRAFT_PREFIX
 from atom.config import ModelConfig, QuantConfig
-from atom.config.draft import find_aux_layers
 from atom.config.draft_methods import METHODS
 from atom.errors import ConfigError
 from atom.frontend.decoder import write_body, write_head, write_pool
-from atom.frontend.drafts import WRITERS
+from atom.frontend.drafts import WRITERS, kept_states
 from atom.frontend.vision import write_vision
 from atom.frontend.writer import Writer
 from atom.graph import BODY, HEAD, POOL, VISION, Graph, ops
@@ -52,9 +51,8 @@ def build(
         writers.append(Writer(of, graph.program(program), dtype, cache_dtype, quant, prefix))
         return writers[-1]
 
-    eagle3 = None if draft is None else draft.eagle3
     vision = model.vision if images else None
-    write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else (), vision=vision)
+    write_body(writer(BODY), kept=kept_states(method, model, draft), vision=vision)
     write_head(writer(HEAD))
     if pools:
         write_pool(writer(POOL))

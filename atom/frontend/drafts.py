@@ -7,7 +7,7 @@ A model's own layer drafts (mtp), or one of another checkpoint (eagle3), or anot
 
 With mtp and eagle3, `draft` also takes a hidden state of each position p, and the tokens at p + 1; what it gives, a
 further draft takes in its place. `draft_in` makes the first ones, of the last results of body: with mtp of what the
-head takes, with eagle3 of the inputs of some layers, which body then gives after that.
+head takes, or of several residual streams, with eagle3 of the inputs of some layers, which body then gives after that.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Protocol
 from torch.fx import Node
 
 from atom.config import ModelConfig
+from atom.config.draft import find_aux_layers
 from atom.errors import ConfigError
 from atom.frontend.attention import rotaries
 from atom.frontend.decoder import embed, table, write_body, write_layer, write_logits, write_rows, write_tokens
-from atom.frontend.streams import end_layer
+from atom.frontend.streams import end_layer, merge_hyper
 from atom.frontend.writer import Writer, required
 from atom.graph import DRAFT, DRAFT_HEAD, DRAFT_IN, Type, W, ops
 from atom.graph.graph import NOISE
@@ -38,31 +39,44 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
 
     The linear of embedding and hidden state joined is written as the sum of a linear of each: the sum is fused into the
     norm after it, and no pass or kernel has to know of joined values.
+
+    states: the last layer's streams [T, S H], of a model with several. Each is a hidden state, to which the same is
+        added; a further draft begins with the layer's, and the head of drafts merges them (DeepSeek-AI 2026).
     """
     writer = writers(DRAFT_IN)
     if not model.mtp_layers:
         raise ConfigError(
             "serve.method=mtp: the model has no layer that predicts further tokens; take serve.method=ngram"
         )
-    writer.program.output(_write_hidden(writer))  # what body gives went through the final norm already
-    writer, layer = writers(DRAFT), model.layers
-    (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer)
-    normed = {
-        "mtp_embedding_proj": writer.norm(embed(writer, tokens), "mtp_embedding_norm", layer, name="e"),
-        "mtp_hidden_proj": writer.norm(hidden, "mtp_hidden_norm", layer, name="h"),
-    }
-    columns = dict.fromkeys(normed, model.hidden)
-    halves = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
-    e, h = (
-        writer.multiply(x, writer.packed(half, role, layer), role=role, layer=layer, name=x.name)
-        for (role, x), half in zip(normed.items(), halves, strict=True)
-    )
+    num, layer = model.streams.num, model.layers
+    writer.program.output(_write_hidden(writer, num))  # what body gives of one stream went through the final norm
+    writer = writers(DRAFT)
+    (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer, num)
+    columns = dict.fromkeys(("mtp_embedding_proj", "mtp_hidden_proj"), model.hidden)
+    parts = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
+    weights = {role: writer.packed(part, role, layer) for role, part in zip(columns, parts, strict=True)}
+
+    def project(x: Node, norm: str, role: str, name: str) -> Node:
+        return writer.multiply(writer.norm(x, norm, layer, name=name), weights[role], role=role, layer=layer, name=name)
+
+    e = project(embed(writer, tokens), "mtp_embedding_norm", "mtp_embedding_proj", "e")
+    streams = [hidden]
+    if num > 1:
+        streams = writer.call(ops.split, hidden, sizes=[model.hidden] * num, name=("h",) * num)
+    read = [writer.call(ops.add, e, project(x, "mtp_hidden_norm", "mtp_hidden_proj", "h"), name="x") for x in streams]
     (rotary,) = rotaries(writer, positions, [layer])
-    x, _ = write_layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
-    x = end_layer(writer, x, None, layer)
-    writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
+    x, _ = write_layer(writer, writer.call(ops.join, *read, name="x") if num > 1 else read[0], rotary, layer)
+    if num > 1:
+        writer.program.output(x)
+    else:
+        writer.program.output(writer.norm(end_layer(writer, x, None, layer), "mtp_norm", layer, name="drafted"))
     writer = writers(DRAFT_HEAD)
-    _write_tokens_of(writer, write_logits(writer, write_rows(writer)))
+    if num > 1:
+        rows = writer.program.input("hidden", Type(writer.dtype, ("R", num * model.hidden)))
+        x = writer.norm(merge_hyper(writer, rows, "mtp", layer), "mtp_norm", layer, name="drafted")
+    else:
+        x = write_rows(writer)
+    _write_tokens_of(writer, write_logits(writer, x))
 
 
 def write_eagle3(writers: Writers, draft: ModelConfig, states: Sequence[Node]) -> None:
@@ -101,8 +115,8 @@ def write_draft_model(writers: Writers, draft: ModelConfig, states: Sequence[Nod
     _write_tokens_of(writer, write_logits(writer, write_rows(writer), vocab))
 
 
-def _write_hidden(writer: Writer) -> Node:
-    return writer.program.input("hidden", Type(writer.dtype, ("T", writer.model.hidden)))
+def _write_hidden(writer: Writer, num_streams: int = 1) -> Node:
+    return writer.program.input("hidden", Type(writer.dtype, ("T", num_streams * writer.model.hidden)))
 
 
 def _write_tokens_of(writer: Writer, logits: Node) -> None:
@@ -114,6 +128,13 @@ def _write_tokens_of(writer: Writer, logits: Node) -> None:
     if "d2t" in writer.model.weights:
         offsets = [W(writer.name("d2t"), Type("i64", logits.meta["type"].shape[1:]))]
     writer.program.output(writer.call(ops.gumbel_argmax, logits, *noise, *offsets, name="tokens"))
+
+
+def kept_states(method: str | None, model: ModelConfig, draft: ModelConfig | None) -> Sequence[int]:
+    """The layers whose input drafts read, besides what the head takes; that after the last one for its output."""
+    if draft is not None and draft.eagle3 is not None:
+        return find_aux_layers(draft.eagle3, model.layers)
+    return (model.layers,) if method == "mtp" and model.streams.num > 1 else ()
 
 
 # by method, of those with programs: from a writer of each program, the model that drafts, and the hidden states that

@@ -212,12 +212,12 @@ def connect_hyper(writer: Writer, x: Node, place: Place) -> tuple[Node, Write]:
     return mix(writer, x, shift(writer, sigmoid(writer, read_by), streams.eps), num, "read"), write
 
 
-def merge_hyper(writer: Writer, x: Node) -> Node:
+def merge_hyper(writer: Writer, x: Node, role: str = "head", layer: int | None = None) -> Node:
     """The mean of the streams, or a sum of them as blocks read them; -> [T, H]"""
     streams = writer.model.streams
     if streams.merge == "mean":
         return mix(writer, x, Full(1 / streams.num, Type("fp32", (streams.num,))), streams.num, "x")
-    weights = sigmoid(writer, stream_logits(writer, x, "head", [streams.num], None))
+    weights = sigmoid(writer, stream_logits(writer, x, role, [streams.num], layer))
     return mix(writer, x, shift(writer, weights, streams.eps), streams.num, "x")
 
 

@@ -44,13 +44,12 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     if num_stages == 1:
         return graph
     body = graph.programs[BODY]
-    assert len(body.results) == 1, "config.load refuses drafts that read layers of several stages"
     layers = _first_calls(body)
     starts = _starts(body, layers, num_stages)
     borders = [_border(body, layers[:start], layers[start]) for start in starts]
     given = borders[stage - 1] if stage else None
     is_last = stage == num_stages - 1
-    graph.programs[BODY] = _body_of_stage(body, given, body.results[0] if is_last else borders[stage], context)
+    graph.programs[BODY] = _body_of_stage(body, given, body.results if is_last else [borders[stage]], context)
     if not is_last:
         graph.programs.pop(DRAFT_IN, None)
     if not is_last and DRAFT in graph.programs:
@@ -136,19 +135,24 @@ def _needed(results: Sequence[Node], given: Node | None) -> set[Node]:
     return found
 
 
-def _body_of_stage(body: Program, given: Node | None, result: Node, context: PassContext) -> Program:
-    """The body from one value to another; without the first from the tokens."""
+def _body_of_stage(body: Program, given: Node | None, results: Sequence[Node], context: PassContext) -> Program:
+    """The body from one value to others; without the first from the tokens.
+
+    Results of the last stage that drafts read besides the first one are its own: config.load refuses others.
+    """
     made = Program(body.name)
     copies = {node: made.input(node.name, node.meta["type"]) for node in body.inputs}
     if given is not None:
         like = next(iter(copies.values()))
         copies[given] = _receive(made, like, given, context.stage - 1)
-    needed = {call_of(node) for node in _needed([result], given)}
+    needed = {call_of(node) for node in _needed(results, given)}
     copy_calls([node for node in body.nodes if node in needed], made, copies)
-    sent = copies[result]
     if context.stage < context.mesh.pipeline - 1:
-        sent = made.call(ops.send, sent, axis=ops.STAGES, to=context.stage + 1, name=result.name)
-    made.output(sent)
+        (result,) = results
+        sent = made.call(ops.send, copies[result], axis=ops.STAGES, to=context.stage + 1, name=result.name)
+        made.output(sent)
+    else:
+        made.output(*map(copies.__getitem__, results))
     return made
 
 

@@ -10,6 +10,7 @@ from graph.ops.checked import checked
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -34,7 +35,8 @@ def made(of: type[torch.nn.Module], **config: Any) -> Any:
     torch.manual_seed(0)
     module = of(SimpleNamespace(**{**CONFIG, **config}))
     for tensor in itertools.chain(module.parameters(), module.buffers()):
-        torch.nn.init.normal_(tensor)
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor)
     return module.requires_grad_(False)
 
 
@@ -89,6 +91,18 @@ def test_routing_with_a_correction_is_that_of_deepseek_v3(groups: int, top_group
         module, module.weight, None, module.e_score_correction_bias, top_k=top_k, method="noaux_tc", score="sigmoid",
         groups=groups, top_groups=top_groups, renormalize=renormalize, scale=2.5,
     )  # fmt: skip
+
+
+def test_scores_and_experts_by_token_are_those_of_deepseek_v4():
+    config = {"num_experts_per_tok": 3, "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "vocab_size": 11}
+    module = made(DeepseekV4TopKRouter, **config)
+    rule = {"score": "sqrtsoftplus", "renormalize": True, "scale": 1.5}
+    assert_routes_like(module, module.weight, None, module.e_score_correction_bias, top_k=3, method="noaux_tc", **rule)
+    module, x, tokens = made(DeepseekV4HashRouter, **config), torch.randn(T, H), torch.randint(11, (T,))
+    module.tid2eid.copy_(torch.rand(11, E).argsort(1)[:, :3])
+    _, weights, ids = module(x, tokens)
+    found = checked(ops.token_router, x, module.weight, tokens, module.tid2eid, **rule)
+    torch.testing.assert_close(found, (weights, ids))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -28,6 +28,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "a gate next to groups": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 2,
                               "shared": 1, "gated": True},
     "chosen by logits": {"top_k": 3, "method": "noaux_tc", "score": "sigmoid", "renormalize": True, "ranks": "logits"},
+    "root of softplus": {"top_k": 3, "method": "noaux_tc", "score": "sqrtsoftplus", "renormalize": True, "scale": 1.5},
     "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
 }  # fmt: skip
 

@@ -400,6 +400,12 @@ def _load_experts(context: LoadContext) -> object:
     return context.share(Experts)
 
 
+def _load_streams(_context: LoadContext) -> object:
+    from atom.kernels.triton import streams
+
+    return streams
+
+
 def _load_speculation(_context: LoadContext) -> object:
     from atom.kernels.triton.step import speculation
 
@@ -491,6 +497,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED),
     _kernel(ops.combine, _load_grouping),
     _kernel(ops.gumbel_argmax, _load_speculation),
+    _kernel(ops.stream_logits, _load_streams),
+    _kernel(ops.sinkhorn, _load_streams),
     _kernel(ops.lora, _load_lora, accepts_lora),
     _kernel(ops.expand_lora, _load_lora, accepts_lora),
     _kernel(ops.grouped_lora, _load_lora),

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.kernels.aiter import mxfp4
 from atom.kernels.triton.experts import few_experts, grouped_linear, grouping, moe, router
+from atom.kernels.triton import streams
 from atom.kernels.triton.linear import lora
 from atom.kernels.triton.step import sampling, speculation
 from atom.kernels.triton.activations import Gate
@@ -60,7 +61,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, delta_net, gated_delta, ssd, segments, shared_prefix, residuals):
+               chunks, delta_net, gated_delta, ssd, segments, shared_prefix, residuals, streams):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -174,6 +175,9 @@ grouped, order, ends = grouping.group(x, ids, ids.new_empty(1), experts=8)
 many = torch.zeros(1100, 2, dtype=torch.int64)
 grouping.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = grouping.group(x, ids, experts=8)
+streams.sinkhorn(torch.zeros(3, 16), streams=4, rounds=20, eps=1e-6)
+for rows in (3, 300):
+    streams.stream_logits(bf16(rows, 4096), torch.zeros(24, 4096), torch.zeros(24), torch.zeros(24), eps=1e-6)
 mxfp4.number_tiles(collections.defaultdict(lambda: lambda *args: None), ends, 100)
 moe.Experts().grouped_linear(grouped, experts, ends)
 moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), Gate("swigluoai", 7.0, 1.7))
@@ -199,6 +203,7 @@ NAMES = {
     "router": "_logits_kernel _choose_kernel _route_few_kernel",
     "grouping": "_group_kernel _count_kernel _place_kernel _combine_kernel _sum_rows_kernel",
     "mxfp4": "_number_kernel",
+    "streams": "_sum_parts_kernel _finish_logits_kernel _sinkhorn_kernel",
     "grouped_linear": "_grouped_linear_kernel _packed_grouped_linear_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",

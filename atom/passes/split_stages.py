@@ -22,8 +22,10 @@ states, and sends the drafted tokens:
 
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
 which has the head, as in vLLM. Layers that read the KV of another one are on its stage, or refused; a stage begins at
-the nearest layer that reads nothing that an earlier one chose. Two stages meet at the last value from which all that
-follows can be computed.
+the nearest layer that reads nothing that an earlier one chose. Two stages meet where the fewest values pass from one
+to the other; several rows are sent as one, side by side:
+
+    rows = send(join(x, x_1), …)      ->      x, x_1 = split(receive(…), …)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Program, State, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Program, State, Type, ops
 from atom.graph.graph import call_of, copy_calls, node_leaves
 from atom.passes.context import PassContext
 
@@ -47,9 +49,9 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     layers = _first_calls(body)
     starts = _starts(body, layers, num_stages)
     borders = [_border(body, layers[:start], layers[start]) for start in starts]
-    given = borders[stage - 1] if stage else None
+    given = borders[stage - 1] if stage else []
     is_last = stage == num_stages - 1
-    graph.programs[BODY] = _body_of_stage(body, given, body.results if is_last else [borders[stage]], context)
+    graph.programs[BODY] = _body_of_stage(body, given, body.results if is_last else borders[stage], context)
     if not is_last:
         graph.programs.pop(DRAFT_IN, None)
     if not is_last and DRAFT in graph.programs:
@@ -106,8 +108,8 @@ def _states(call: Node) -> list[State]:
     return [leaf for leaf in node_leaves(call) if isinstance(leaf, State)]
 
 
-def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
-    """The last value ahead of a layer, the only one through which later calls depend on the layers before it."""
+def _border(body: Program, before: Sequence[Node], layer: Node) -> list[Node]:
+    """The rows of the last place ahead of a layer where the fewest pass, which depend on the layers before it."""
     nodes = list(body.fx.nodes)
     kept = {state.name for call in before for state in _states(call)}
     for call in nodes[nodes.index(layer) :]:
@@ -115,45 +117,77 @@ def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
             if state.name in kept:
                 at = f"{call.name} reads the KV of {state.name}, a layer of another stage"
                 raise UnsupportedError(f"{at}; set fewer stages with parallel.pipeline")
-    for node in reversed(nodes[nodes.index(before[-1]) : nodes.index(layer)]):
-        type = node.meta["type"]
-        is_row = not isinstance(type, tuple) and len(type.shape) == 2
-        if is_row and not {*before} & _needed(body.results, node):
-            return node
-    raise UnsupportedError(f"{layer.name} takes more than one value of the layers before it; set parallel.pipeline=1")
+    found: list[list[Node]] = []
+    dependent, needed = _dependent(nodes, before), _needed(body.results, ())
+    for place in reversed(range(nodes.index(before[-1]), nodes.index(layer))):
+        passed = [node for node in nodes[: place + 1] if node in dependent]
+        later = needed & {*nodes[place + 1 :]}
+        found.append([node for node in passed if node in body.results or later & node.users.keys()])
+    passing = [values for values in found if _are_alike(values)]
+    if not passing:
+        raise UnsupportedError(f"{layer.name} takes values of the layers before it that are no rows of one type; "
+                               "set parallel.pipeline=1")  # fmt: skip
+    return min(passing, key=len)
 
 
-def _needed(results: Sequence[Node], given: Node | None) -> set[Node]:
-    """The calls that results depend on, if this value is given."""
+def _are_alike(values: Sequence[Node]) -> bool:
+    """Whether values are rows of one type, but for their columns."""
+    types = [node.meta["type"] for node in values]
+    return all(not isinstance(type, tuple) and len(type.shape) == 2 for type in types) and (
+        len({(type.dtype, type.shape[0]) for type in types}) == 1
+    )
+
+
+def _dependent(nodes: Sequence[Node], before: Sequence[Node]) -> set[Node]:
+    """The values that depend on these calls, and the calls."""
+    found = {*before}
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _needed(results: Sequence[Node], given: Sequence[Node]) -> set[Node]:
+    """The calls that results depend on, if these values are given."""
     found: set[Node] = set()
     waiting = list(results)
     while waiting:
         node = waiting.pop()
-        if node is not given and node not in found:
+        if node not in given and node not in found:
             found.add(node)
             waiting += node.all_input_nodes
     return found
 
 
-def _body_of_stage(body: Program, given: Node | None, results: Sequence[Node], context: PassContext) -> Program:
-    """The body from one value to others; without the first from the tokens.
+def _body_of_stage(
+    body: Program, given: Sequence[Node], results: Sequence[Node], context: PassContext
+) -> Program:  # fmt: skip
+    """The body from some values to others; without the first from the tokens.
 
     Results of the last stage that drafts read besides the first one are its own: config.load refuses others.
     """
     made = Program(body.name)
     copies = {node: made.input(node.name, node.meta["type"]) for node in body.inputs}
-    if given is not None:
-        like = next(iter(copies.values()))
-        copies[given] = _receive(made, like, given, context.stage - 1)
+    if given:
+        like, types = next(iter(copies.values())), [node.meta["type"] for node in given]
+        sizes = [int(type.shape[-1]) for type in types]
+        received = _receive(made, like, types[0].with_last(sum(sizes)), _name_of(given), context.stage - 1)
+        names = tuple(node.name for node in given)
+        parts = [received] if len(given) == 1 else made.call(ops.split, received, sizes=sizes, name=names)
+        copies |= zip(given, parts, strict=True)
     needed = {call_of(node) for node in _needed(results, given)}
     copy_calls([node for node in body.nodes if node in needed], made, copies)
     if context.stage < context.mesh.pipeline - 1:
-        (result,) = results
-        sent = made.call(ops.send, copies[result], axis=ops.STAGES, to=context.stage + 1, name=result.name)
-        made.output(sent)
+        name = _name_of(results)
+        sent = copies[results[0]] if len(results) == 1 else made.call(ops.join, *map(copies.get, results), name=name)
+        made.output(made.call(ops.send, sent, axis=ops.STAGES, to=context.stage + 1, name=name))
     else:
         made.output(*map(copies.__getitem__, results))
     return made
+
+
+def _name_of(values: Sequence[Node]) -> str:
+    return values[0].name if len(values) == 1 else "rows"
 
 
 def _given_tokens(draft: Program) -> Program:
@@ -171,15 +205,15 @@ def _received_result(program: Program, result: Node, last: int) -> Program:
     like = made.input(first.name, replace(type, shape=(*rows, *type.shape[1:])))
     for node in others:
         made.input(node.name, node.meta["type"])
-    made.output(_receive(made, like, program.results[0], last))
+    (logits,) = program.results
+    made.output(_receive(made, like, logits.meta["type"], logits.name, last))
     return made
 
 
-def _receive(program: Program, like: Node, value: Node, source: int) -> Node:
-    type = value.meta["type"]
+def _receive(program: Program, like: Node, type: Type, name: str, source: int) -> Node:
     (columns,) = type.shape[1:] or (None,)
     received: Node = program.call(
-        ops.receive, like, axis=ops.STAGES, source=source, columns=columns, dtype=type.dtype, name=value.name
+        ops.receive, like, axis=ops.STAGES, source=source, columns=columns, dtype=type.dtype, name=name
     )
     return received
 

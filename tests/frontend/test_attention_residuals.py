@@ -13,6 +13,7 @@ import tiny
 import torch
 from law import assert_same_logits
 from passes.test_shard import logits_of_ranks
+from passes.test_split_stages import logits_of_stages
 from probe import assert_logits
 from semantic import assert_same_as_transformers
 
@@ -58,6 +59,14 @@ def test_two_ranks_give_the_same(name: str, saved: dict[str, tuple[Path, Any]]):
         assert torch.equal(*made)
 
 
+def test_stages_pass_sums_side_by_side(saved: dict[str, tuple[Path, Any]]):
+    folder, model = saved["kimi_k3"]
+    tokens = tiny.prompt(33)
+    made = logits_of_stages(folder, tokens, Mesh(2, pipeline=2))
+    assert_same_logits(made[0], tiny.logits(model, tokens))
+    assert all(torch.equal(made[0], other) for other in made[1:])
+
+
 @pytest.mark.parametrize("name", ["kimi_k3", pytest.param("alice_ai", marks=pytest.mark.slow)])
 def test_chunks_batches_hits_and_preemption_change_nothing(name: str, saved: dict[str, tuple[Path, Any]]):
     folder, model = saved[name]
@@ -99,7 +108,7 @@ def test_experts_in_mxfp4_are_read_as_they_are_stored(tmp_path: Path):
     assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model)
 
 
-@pytest.mark.slow  # 93 layers, twice
+@pytest.mark.slow  # 93 layers
 def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Sizes from its paper: 24 latents of 576 numbers a token, 69 states of 96 x 128 x 128, and of 3 x 36864 inputs."""
     shutil.copy(MODEL_FILES / "kimi_k3.json", tmp_path / "config.json")
@@ -109,8 +118,6 @@ def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.
     state = 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2) / (1 << 20)
     assert 428 < state < 430 and lines["recurrent state"].startswith(f"{state / 8:.1f} MiB a sequence")
     assert lines["ct_mxfp4"].startswith("1,347.1 GiB")
-    assert main(["job=explain", f"checkpoint={tmp_path}", "parallel.pipeline=2", "device=cuda", "job.gpu=h200"]) == 2
-    assert "takes more than one value of the layers before it; set parallel.pipeline=1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,18 @@ def test_experts_in_mxfp4_are_read_as_they_are_stored(tmp_path: Path):
 
 @pytest.mark.slow  # 93 layers
 def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Sizes from its paper: 24 latents of 576 numbers a token, 69 states of 96 x 128 x 128, and of 3 x 36864 inputs."""
+    """Sizes from its paper: 2.78T parameters, of which 104B are active, in 93 layers.
+
+    Those keep 24 latents of 576 numbers a token, and 69 states of 96 x 128 x 128 numbers and of 3 x 36864 inputs.
+    """
     shutil.copy(MODEL_FILES / "kimi_k3.json", tmp_path / "config.json")
     assert main(["job=explain", f"checkpoint={tmp_path}", "parallel=tp8_ep", "device=cuda", "job.gpu=h200"]) == 0
     lines = {line[:17].strip(): line[17:].strip() for line in capsys.readouterr().out.splitlines()}
     assert lines["KV a token"].startswith(f"{24 * 576 * 2:,} bytes")
     state = 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2) / (1 << 20)
     assert 428 < state < 430 and lines["recurrent state"].startswith(f"{state / 8:.1f} MiB a sequence")
-    assert lines["ct_mxfp4"].startswith("1,347.1 GiB")
+    assert lines["parameters"].startswith("2,779,") and " 104," in lines["parameters"]
+    assert lines["ct_mxfp4"].startswith(f"{92 * 896 * 3 * 3072 * 3584 * 17 / 32 / (1 << 30):,.1f} GiB")
 
 
 @pytest.mark.parametrize(

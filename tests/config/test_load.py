@@ -918,6 +918,8 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "ffn_dim": 80,
 }
 OWN_SIZES = {  # of a file that takes no others
+    "alice_ai": {"block_attn_res_block_size": 2},
+    "kimi_k3": {"attn_res_block_size": 2},
     "baichuan": {"vocab_size": 64000},
     "beam": {
         "head_dim": 12,
@@ -1048,7 +1050,7 @@ def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
 
 WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
     "bailing_moe_v2": (None, "think"),
-    "bailing_moe_v3": (None, "think"),
+    "bailing_moe_v3": ("glm45", "think"),
     "cwm": (None, "think"),
     "deepseek_v3": ("deepseek_v3", "think"),
     "exaone4": ("tagged_json", "think"),

@@ -218,6 +218,8 @@ COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "apertus1p5": ("Apertus1p5TextConfig", {"rope_parameters": LLAMA3, "vocab_size": 120, "output_vocab_size": 101}),
     "axk1": ("AXK1Config", {**MLA, **EXPERTS, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "q_lora_rank": 20}),
+    "axk2": ("AXK2Config", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "q_lora_rank": 20,
+                            "gated_norm_rank": 5, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "cohere2_moe": ("Cohere2MoeConfig", {"num_experts": 8, "num_shared_experts": 1, "expert_selection_fn": "sigmoid", "head_dim": 16, "sliding_window": 11,
                                          "prefix_dense_intermediate_size": 64, "first_k_dense_replace": 1, "sliding_window_pattern": 2}),
     "cohere_compass": ("CohereCompassTextConfig", {"sliding_window": 11, "logit_scale": 0.5, "rope_parameters": {

@@ -138,6 +138,15 @@ def classifier_tensors(model: ModelConfig) -> list[str]:
     return [] if model.classifier is None else [f"{model.classifier}.weight"]
 
 
+def check_gated_norms(model: ModelConfig) -> None:
+    norm = model.norm
+    unknown = {*norm.gated} - {"attention", "mlp", "moe"}
+    if unknown:
+        raise ConfigError(f"model.norm.gated: {min(unknown)} is not attention, mlp or moe")
+    if bool(norm.gated) != bool(norm.gate_rank):
+        raise ConfigError(f"model.norm.gate_rank={norm.gate_rank} for {len(norm.gated)} gated norms; set both or none")
+
+
 def check_model(config: Config) -> None:
     """Check fields of the model against each other, and against config.json."""
     model = config.model
@@ -163,6 +172,7 @@ def check_model(config: Config) -> None:
     check_assumed(config, model.assumes)
     if model.layers * max((mlp.experts or 0 for mlp in model.mlps), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
+    check_gated_norms(model)
     if model.mtp_like is not None and model.mtp_like >= model.layers:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
@@ -554,8 +564,8 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name, value in (("sinks", False), ("window", None)):
         if getattr(attention, name) != value:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
-    if attention.gate == "query":
-        raise UnsupportedError(f"{at}.gate=query is not supported for kind mla (supported: none, element, head)")
+    if attention.q_joined and attention.q_rank is None:
+        raise ConfigError(f"{at}.q_joined=true: queries have no latent; set {at}.q_rank")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
     return attention.nope_dim + attention.rope_dim
 

@@ -74,6 +74,10 @@ class NormConfig:
     offset: float = 0.0  # added to the stored weight
     final_offset: float | None = None  # of the last norm; null: offset
     before: bool = True  # of attention and mlp
+    gated: list[str] = field(
+        default_factory=list
+    )  # of attention, mlp and moe (mlps with experts), whose input is gated
+    gate_rank: int = number(0, 0, INT32)  # of these gates, which are two linears of what the norm gives
     after: bool = False  # of attention and mlp, before the sum
     after_eps: float | None = number(None, 0)  # of norms after; null: eps
     after_only: list[str] = field(
@@ -145,11 +149,12 @@ class AttentionConfig:
     qkv_order: str = one_of("qkv", "qvk")  # gqa: in which a stored tensor has them
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of rope and norms of heads
-    gate: str = one_of("none", "query", "element", "head")  # of the output; query: gqa, stored with each head's queries
+    gate: str = one_of("none", "query", "element", "head")  # of the output; query: stored with each head's queries
     gate_act: str = one_of("sigmoid", "softplus")  # of the output's gate
     gate_bias: bool = False  # gate=element: on it, a number for each head
     o_norm: str = one_of("none", "whole", "per_head")  # gqa: of what o reads; per_head: ahead of the gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
+    q_joined: bool = False  # mla: queries read their latent as it is after its norm, and as it is before
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each

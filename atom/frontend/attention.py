@@ -232,15 +232,20 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     model = writer.model
     heads, rank, rotated = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
     plain, value = required(attention.nope_dim), required(attention.value_dim)
-    q_a = None
+    q_a, sizes = None, {"q": plain, "q_rope": rotated}
+    if attention.gate == "query":
+        sizes["gate"] = value
+    rows = heads * sum(sizes.values())
     if attention.q_rank is None:
-        q = writer.linear(h, "q", heads * (plain + rotated), False, layer)
+        q = writer.linear(h, "q", rows, False, layer)
     else:
-        q_a = writer.linear(h, "q_a", attention.q_rank, attention.bias, layer)
-        q_a = writer.norm(q_a, "q_a_norm", layer, name="q_a")
-        q = writer.linear(q_a, "q_b", heads * (plain + rotated), False, layer)
+        low = writer.linear(h, "q_a", attention.q_rank, attention.bias, layer)
+        read = q_a = writer.norm(low, "q_a_norm", layer, name="q_a")
+        if attention.q_joined:
+            read = writer.call(ops.join, q_a, low, name="q_a")
+        q = writer.linear(read, "q_b", rows, False, layer)
     q = writer.call(ops.split_heads, q, heads=heads, name="q")
-    q, q_rope = writer.call(ops.split, q, sizes=[plain, rotated], name=("q", "q_rope"))
+    q, q_rope, *gates = writer.call(ops.split, q, sizes=[*sizes.values()], name=tuple(sizes))
     kv_a = writer.linear(h, "kv_a", rank + rotated, attention.bias, layer)
     latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, rotated], name=("latent", "k_rope"))
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
@@ -259,7 +264,8 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
     a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *more, scale=scale, name="a")
-    return writer.linear(merge_gated(writer, a, h, attention, layer), "o", model.hidden, attention.o_bias, layer)
+    gate = writer.call(ops.merge_heads, gates[0], name="gate") if gates else None
+    return writer.linear(merge_gated(writer, a, h, attention, layer, gate), "o", model.hidden, attention.o_bias, layer)
 
 
 def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:

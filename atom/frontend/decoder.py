@@ -17,6 +17,7 @@ from torch.fx import Node
 from atom.config import Group, SectionConfig, VisionConfig
 from atom.frontend.attention import rotaries
 from atom.frontend.blocks import write_block
+from atom.frontend.mlp import mlp_of
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.placed import write_placed
 from atom.frontend.rope import Rotary
@@ -216,7 +217,11 @@ def write_layer(
     connect = STREAMS[model.streams.kind].connect_block
 
     def normed(x: Node, role: str) -> Node:
-        return writer.norm(x, f"{role}_norm", layer) if has_before else x
+        if not has_before:
+            return x
+        is_moe = role == "mlp" and mlp_of(model, layer).kind == "moe"
+        is_gated = ("moe" if is_moe else role) in norm.gated
+        return write_gated_norm(writer, x, role, layer) if is_gated else writer.norm(x, f"{role}_norm", layer)
 
     def input_of(x: Node, group: Group, role: str) -> Node:
         if group.ahead:
@@ -245,6 +250,17 @@ def write_layer(
     all_given = [given(x, each, place.group, place.role) for each, place in zip(inputs, blocks, strict=True)]
     total = functools.reduce(functools.partial(add, name="o"), all_given)
     return add(x, writer.scale(total, model.residual_scale)), None
+
+
+def write_gated_norm(writer: Writer, x: Node, role: str, layer: int) -> Node:
+    """x [T, H] -> [T, H], normed and times a gate that two linears, of a low rank between them, make of that"""
+    h, rank = writer.norm(x, f"{role}_gated_norm", layer), writer.model.norm.gate_rank
+    low = writer.linear(h, f"{role}_norm_gate_in", rank, False, layer)
+    low = writer.call(ops.activate, low, kind="silu", name="gate")
+    gate = writer.linear(low, f"{role}_norm_gate_out", writer.model.hidden, False, layer)
+    gate = writer.call(ops.activate, gate, kind="sigmoid", name="gate")
+    gated: Node = writer.call(ops.mul, h, gate, name="h")
+    return gated
 
 
 def write_ahead(

@@ -37,7 +37,7 @@ def fuse_qkv(graph: Graph) -> Graph:
     for attention in graph.find(ops.mla_attention):
         q, kv_a = (_projection(attention.args[place]) for place in (0, 2))
         if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
-            q = _projection(q.args[0])
+            q = _projection(q.args[0], (*WRAPPERS, ops.join))
         index_k = [k for k in _index_keys(attention) if k.target is ops.linear and form_of(k) == form_of(kv_a)]
         _fuse(graph, [q, kv_a, *index_k], "qkv_a")
     for attention in graph.find(ops.mqa_attention):

@@ -834,7 +834,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.attention.kind=mla", "model.attention.kv_rank has no value; kind mla needs it"),
         ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, sinks: true}", "sinks=true is not supported for kind mla"),
         ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, window: 9}", "window=9 is not supported for kind mla"),
-        ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, gate: query}", "gate=query is not supported for kind mla"),
+        ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, o_norm: whole}", "o_norm=whole is not supported for kind mla"),
         ("model.attention.rope.kind=llama3", "model.attention.rope: kind llama3 needs a factor"),
         ("model.attention.rope.kind=longrope", "there are 0 factors, one for each of the 6 frequencies are needed"),
         ("model.attention.rope={kind: factors, factors: [1.0, 2.0]}", "there are 2 factors, one for each of the 6"),

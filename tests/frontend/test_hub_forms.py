@@ -611,6 +611,12 @@ FORMS = {
         fields={"index_topk_freq": 4},
         without=("layer_types", "indexer_types"),
     ),
+    "axk2": HubForm(
+        "transformers/conversion_mapping.py; skt/A.X-K2-Light",
+        fields={"first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": None, "topk_group": None, "num_nextn_predict_layers": 0},
+        changes={"n_group": None, "topk_group": None},
+        without=("mlp_layer_types", "layer_types", "head_dim"),
+    ),
     "cohere2_moe": HubForm(
         f"{VLLM}/cohere2_moe.py; CohereLabs/command-a-plus",
         fields={"first_k_dense_replace": 1, "rope_theta": 10000.0},
@@ -919,6 +925,7 @@ def test_a_checkpoint_in_the_hubs_form_gives_the_logits_of_transformers(name: st
 
 UNDER_OTHER_NAMES = [
     "axk1",
+    "axk2",
     "beam",
     "cohere2_moe",
     "deepseek_v4",

@@ -129,6 +129,14 @@ def test_recurrent_layers_are_divided_by_heads(name: str, ranks: int, changes: d
     assert len(matrices) > 0 or "lfm2" in name
 
 
+def test_gates_that_are_stored_with_latent_queries_are_divided_by_heads(tmp_path: Path):
+    model = tiny.save_changed("axk2", tmp_path / "axk2")
+    tokens = tiny.prompt(40)
+    made = logits_of_ranks([f"checkpoint={tmp_path / 'axk2'}", "dtype=fp32"], tokens, Mesh(2, experts=2))
+    assert_same_logits(made[0], tiny.logits(model.eval(), tokens))
+    assert torch.equal(made[0], made[1])
+
+
 def test_scales_of_channels_and_norms_ahead_of_the_last_linears_are_divided(tmp_path: Path):
     model = tiny.save_changed("dory", tmp_path)
     tokens = tiny.prompt(33)

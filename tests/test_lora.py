@@ -45,6 +45,7 @@ def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     ("phi3", 1, {}),
     ("phi3", 0, {}),
     ("deepseek_v2", 1, {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    ("deepseek_v32", 1, {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]}),  # next to an indexer's
     ("mixtral", 1, {"target_modules": ["q_proj", "o_proj"]}),
     ("qwen2_window", 1, {"target_modules": [*adapters.ALL], "layers_to_transform": [0, 2]}),
     pytest.param("qwen3", 2, {}, marks=pytest.mark.slow),

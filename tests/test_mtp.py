@@ -265,6 +265,12 @@ def test_the_cache_of_the_layer_lies_in_the_same_pools(case_of: Callable[..., Ca
     assert (kind.name, kind.bytes_per_token) == ("full", 4 * 26 * 4)
 
 
+def test_the_layer_keeps_index_keys_of_its_own(case_of: Callable[..., Case]):
+    states = compile_graph(config_of(case_of("glm_moe_dsa").folder)).states()
+    keys = [state.name for state in states if state.part == "index"]
+    assert keys == ["model.layers.0", "model.layers.3"], "the two between them read what the first chose"
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_sizes_count_the_tensors_of_the_layer(name: str, case_of: Callable[..., Case]):
     drafting = config_of(case_of(name).folder, "level=1")

@@ -45,12 +45,14 @@ class Watch:
 
 def watch() -> set[str]:
     """The names of what runs from here on, in this process."""
+    from atom.kernels.hopper import chosen_attention as chosen_hopper
     from atom.kernels.hopper import decode_attention as decode_hopper
     from atom.kernels.hopper import delta_net as delta_hopper
     from atom.kernels.hopper import few_experts as few_hopper
     from atom.kernels.hopper import gated_linear as gate_hopper
     from atom.kernels.hopper import grouped_linear as grouped_hopper
     from atom.kernels.hopper import grouped_packed_linear as grouped_packed_hopper
+    from atom.kernels.hopper import index_scores as scores_hopper
     from atom.kernels.hopper import packed_linear as packed_hopper
     from atom.kernels.hopper import prefill_attention as prefill_hopper
     from atom.kernels.stable_memory import StableMemory
@@ -77,6 +79,8 @@ def watch() -> set[str]:
         (decode_hopper, "decode", named("decode in Gluon")),
         (prefill_hopper, "prefill", named("prefill in Gluon")),
         (prefill_hopper, "prefill_expanded", named("expanded latents")),
+        (chosen_hopper, "attend_chosen", named("chosen entries")),
+        (scores_hopper, "score_prompts", named("index scores")),
         (delta_hopper, "decode", named("delta rule in Gluon")),
         (chunks, "attend_chunks", named("chunks")),
         (shared_prefix.PrefixAttention, "__call__", named("prefix attention")),

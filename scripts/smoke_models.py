@@ -63,6 +63,37 @@ def deepseek_v3(**changes: Any) -> dict[str, Any]:
     return COMMON | MLA | EXPERTS | named | changes
 
 
+def deepseek_v32(**changes: Any) -> dict[str, Any]:
+    """Latent attention to what an indexer chooses; of many heads, so that scores do not tie at 0."""
+    named = {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "num_nextn_predict_layers": 0,
+             "num_attention_heads": 64, "num_key_value_heads": 64, "index_n_heads": 64, "index_head_dim": 128,
+             "index_topk": 64}  # fmt: skip
+    return deepseek_v3() | named | changes
+
+
+def minimax_m3(**changes: Any) -> dict[str, Any]:
+    """A layer of full attention, and one that attends to blocks that an indexer chooses."""
+    named = {"model_type": "minimax_m3_vl_text", "architectures": ["MiniMaxM3VLForCausalLM"], "num_local_experts": 8,
+             "num_experts_per_tok": 2, "intermediate_size": 512, "dense_intermediate_size": 1024,
+             "shared_intermediate_size": 512, "rotary_dim": 64, "index_n_heads": 2, "index_head_dim": 128,
+             "index_block_size": 32, "index_topk_blocks": 3, "routed_scaling_factor": 1.0,
+             "layer_types": ["full_attention", "minimax_m3_sparse"],
+             "mlp_layer_types": ["dense", "sparse"]}  # fmt: skip
+    return COMMON | named | changes
+
+
+def deepseek_v4(**changes: Any) -> dict[str, Any]:
+    """Three layers: runs of 4 that an indexer chooses of, all runs of 32, and a window; four residual streams."""
+    named = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "num_hidden_layers": 3,
+             "num_key_value_heads": 1, "head_dim": 128, "partial_rotary_factor": 0.5, "q_lora_rank": 256,
+             "o_groups": 4, "o_lora_rank": 64, "sliding_window": 32, "index_n_heads": 64, "index_head_dim": 64,
+             "index_topk": 16, "n_routed_experts": 8, "n_shared_experts": 1, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+             "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
+             "mlp_layer_types": ["moe"] * 3}  # fmt: skip
+    return COMMON | EXPERTS | named | changes
+
+
 def gemma4(**changes: Any) -> dict[str, Any]:
     """Four layers, with windows and without in turn: the last two read the KV of the others; inputs by layer."""
     named = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4,

@@ -41,6 +41,8 @@ from scripts.image_prompts import draw_prompt_with_images  # noqa: E402
 from scripts.smoke_models import (  # noqa: E402
     add_tokenizer,
     deepseek_v3,
+    deepseek_v4,
+    deepseek_v32,
     gemma3,
     gemma4,
     gpt_oss,
@@ -48,6 +50,7 @@ from scripts.smoke_models import (  # noqa: E402
     lfm2,
     mamba,
     minimax,
+    minimax_m3,
     nemotron_h,
     qwen3,
     qwen3_5,
@@ -348,6 +351,20 @@ def latents(session: Session) -> str:
     return session.compare(Check(session.write(deepseek_v3()), (600,), runs=runs, bounds=ROUTED))
 
 
+def chosen_tokens(session: Session) -> str:
+    folder, runs = session.write(deepseek_v32()), ("chosen entries", "index scores")
+    exact = session.compare(Check(folder, (300,), dtype="fp32"))
+    return f"{exact}; {session.compare(Check(folder, (600,), runs=runs, bounds=ROUTED))}"
+
+
+def chosen_blocks(session: Session) -> str:
+    return session.compare(Check(session.write(minimax_m3()), (300,), dtype="fp32"))
+
+
+def pooled_runs(session: Session) -> str:
+    return session.compare(Check(session.write(deepseek_v4()), (300,), dtype="fp32"))
+
+
 def fp8_kv(session: Session) -> str:
     def check_dtype(engine: LLMEngine) -> None:
         runner: Any = engine._engine.runner
@@ -613,6 +630,9 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "int4-zeros": int4_zeros,
     "mxfp4-experts": mxfp4_experts,
     "latents": latents,
+    "chosen-tokens": chosen_tokens,
+    "chosen-blocks": chosen_blocks,
+    "pooled-runs": pooled_runs,
     "fp8-kv": fp8_kv,
     "windows": windows,
     "shared-prefix": shared_prefix,

@@ -22,7 +22,7 @@ from atom.kernels.triton.attention import decode
 from atom.kernels.triton.step import prepare_inputs
 from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
 from atom.kernels.triton.linear import kquant_gemv
-from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.attention import compressed, prefill
 from atom.kernels.triton.attention import residuals, rope, segments, shared_prefix
 from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
@@ -61,7 +61,7 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, delta_net, gated_delta, ssd, segments, shared_prefix, residuals, streams):
+               chunks, compressed, delta_net, gated_delta, ssd, segments, shared_prefix, residuals, streams):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -126,6 +126,16 @@ for dim in (72, 128):
     segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts, scale=0.1)
     segments.segment_attention(*bf16(900, 3, 16, dim).unbind(1), starts.repeat(9), scale=0.1)
 residuals.attend_residuals(bf16(7168), bf16(1, 7168), *bf16(3, 9, 7168), eps=1e-5)
+runs = batch._replace(tables={"full": table, "every_4": table}, block_size=16)
+kept, entries = PagedCache(bf16(4, 16, 512), "full"), PagedCache(bf16(4, 4, 512), "every_4")
+compressed.paged_compress(bf16(9, 1024), bf16(9, 1024), torch.zeros(4, 1024), PagedCache(bf16(4, 16, 2, 1024), "full"), runs, overlaps=True)
+for heads in (8, 64):
+    q, chosen = bf16(9, heads, 512), torch.zeros(9, 1, 512, dtype=torch.int32)
+    compressed.paged_mqa_attention(q, kept, runs, bf16(heads), None, entries, chosen, scale=0.1, window=128, every=4)
+    compressed.paged_mqa_attention(q, kept, runs, bf16(heads), scale=0.1, window=128)
+keys = PagedCache(bf16(4, 4, 128), "every_4")
+compressed.paged_index_topk(bf16(9, 64, 128), bf16(9, 64), keys, runs, top_k=4, every=4)
+q = bf16(9, 8, 128)
 in_slots = batch._replace(slots=starts[:4])
 causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")
 states = torch.zeros(5, 4, 8, 128, 128)
@@ -192,6 +202,7 @@ for fmt, rows in itertools.product(formats, (14, 200, 1000)):
 """
 NAMES = {
     "decode": "_decode",
+    "compressed": "_pool _attend_both _score",
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",

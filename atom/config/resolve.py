@@ -16,6 +16,7 @@ from atom.config.check_parallel import check_parallel, check_replicas
 from atom.config.checks import (
     LOOKED_UP,
     check,
+    check_cache_dtype,
     check_capture_sizes,
     check_device,
     check_http,
@@ -59,6 +60,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_tune(config, device)
     check_capture_sizes(serve)
     derived = derive_model(config, max_model_len, names)
+    check_cache_dtype(serve, derived, device)
     check_passes(config.passes)
     check_parallel(config, derived, device)
     check_lora(config)

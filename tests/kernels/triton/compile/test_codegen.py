@@ -233,7 +233,7 @@ def piece(x0: {0}[A, 46]):
 """,
     "gates that bend": """\
 def piece(x0: {0}[A, 46]):
-    gated_activate = generated.gated_activate(x0, kind="situ", alpha=1.5)
+    gated_activate = generated.gated_activate(x0, kind="situ", limit=0.7, alpha=1.5)
     return gated_activate
 """,
     "rows of images among tokens": """\

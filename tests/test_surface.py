@@ -83,7 +83,8 @@ advanced.torchrun: rank world_size local_world_size local_rank master_addr maste
 model.norm: kind eps weight unweighted weighs_input bias offset final_offset before gated gate_rank after after_eps after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
-model.attention.compress: every overlapsmodel.attention.index: heads dim top_k block local model.attention.index: heads dim top_k interleaved eps layers
+model.attention.compress: every overlaps
+model.attention.index: heads dim top_k block local interleaved eps layers
 model.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.attention.rope: short_factor long_factor short_mscale long_mscale
@@ -95,7 +96,8 @@ model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
 model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
 model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
-model.blocks.NAME.attention.compress: every overlapsmodel.blocks.NAME.attention.index: heads dim top_k block local model.blocks.NAME.attention.index: heads dim top_k interleaved eps layers
+model.blocks.NAME.attention.compress: every overlaps
+model.blocks.NAME.attention.index: heads dim top_k block local interleaved eps layers
 model.blocks.NAME.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale
@@ -112,7 +114,7 @@ model.channel_scales.NAME: factor power
 model.residual_gate: kind factor
 model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
-model.streams: kind num rounds eps write_scale write_eps mergelayers
+model.streams: kind num rounds eps write_scale write_eps merge layers
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm area normalizes patch_order table_length v_norm scale after_norms clips
 model.vision.video: token text pixels_of min_pixels max_pixels time tokens_per_second
 model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale

@@ -917,9 +917,13 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "n_heads": 4,
     "ffn_dim": 80,
 }
+INDEXER = {"q_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 16}
 OWN_SIZES = {  # of a file that takes no others
     "alice_ai": {"block_attn_res_block_size": 2},
     "kimi_k3": {"attn_res_block_size": 2},
+    "axk2": INDEXER,
+    "deepseek_v32": INDEXER,
+    "glm_moe_dsa": INDEXER,
     "baichuan": {"vocab_size": 64000},
     "beam": {
         "head_dim": 12,
@@ -1053,6 +1057,8 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "bailing_moe_v3": ("glm45", "think"),
     "cwm": (None, "think"),
     "deepseek_v3": ("deepseek_v3", "think"),
+    "deepseek_v32": ("deepseek_v32", "think"),
+    "glm_moe_dsa": ("glm45", "think"),
     "exaone4": ("tagged_json", "think"),
     "exaone_moe": ("tagged_json", "think"),
     "glm4_moe": ("glm45", "think"),

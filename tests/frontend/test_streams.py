@@ -63,7 +63,7 @@ def test_streams_that_are_not_mixed_and_whose_mean_is_the_result(tmp_path: Path)
     [
         (["model.streams.num=1"], r"model.streams.num=1: kind hyper is of several streams"),
         (["model.streams.kind=altup"], r"model.streams.rounds=5 is for kind hyper, not for kind altup"),
-        (["model.residual=parallel"], r"model.streams.num=3: model.residual=parallel is of blocks that are added"),
+        (["model.residual=parallel"], r"model.streams.kind=hyper: model.residual=parallel is of blocks that are added"),
         (["model.block_scales={mlp:{kept:0.5}}"], r"model.block_scales.\*.kept is of blocks that are added"),
         (["model.attention.o_groups=3"], r"model.attention.heads=8 is not a multiple of o_groups=3"),
         (["model.attention.o_rank=null"], r"model.attention.o_rank has no value; kind mqa needs it"),

@@ -654,8 +654,11 @@ FORMS = {
     ),
     "deepseek_v4": HubForm(
         "vllm/models/deepseek_v4/amd/model.py; deepseek-ai/DeepSeek-V4-Flash",
-        fields={"num_hash_layers": 1, "compress_ratios": [0, 0, 0, 0], "rope_theta": 10000.0, "qk_rope_head_dim": 8, "expert_dtype": "fp4",
-                "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}},
+        changes={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+                 "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}},
+        fields={"num_hash_layers": 1, "compress_ratios": [4, 128, 0, 0], "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+                "qk_rope_head_dim": 8, "expert_dtype": "fp4",
+                "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}},
         without=("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
         names={r"^model\.embed_tokens\.": "embed.", r"^model\.hc_head\.hc_": "hc_head_", r"^model\.": "", r"\.attn\.norm\.": ".attn.kv_norm."},
     ),

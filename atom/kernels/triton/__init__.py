@@ -235,10 +235,8 @@ def accepts_runs(_target: Target, q: Type, _weights: Type, cache: KV, *_types: A
     return None if dim <= MAX_STATE_DIM else f"heads have {dim} dims, more than {MAX_STATE_DIM}"
 
 
-def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, every: int = 1) -> str | None:
+def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, **_attributes: Any) -> str | None:
     """up to 128 index heads of up to 256 dims, in fp8 of multiples of 4; up to 8192 chosen; fp8 from sm_89 on"""
-    if every > 1:
-        return "keeps keys of single tokens, not of runs"
     heads, dim = map(int, q.shape[1:])
     if heads > MAX_INDEX_HEADS or dim > MAX_INDEX_DIM:
         return f"{heads} index heads have {dim} dims, more than {MAX_INDEX_HEADS} of {MAX_INDEX_DIM}"

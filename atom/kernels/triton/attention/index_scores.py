@@ -55,13 +55,16 @@ def count_splits(num_tiles: int, programs: int, rows: Rows, block_size: int) -> 
 
 
 def write_index(q: Tensor, k: Tensor, cache: PagedCache, batch: Batch, *, every: int = 1) -> Tensor:
-    """k [T, D] to cache [blocks, block size, E]; q is given back: what reads the cache takes it from here."""
+    """k [T, D] to cache [blocks, entries of a block, E]; q is given back: what reads the cache takes it from here.
+
+    every: tokens of a run, of which the last one's key is written
+    """
     blocks, (tokens, dim) = cache.blocks, k.shape
-    assert every == 1, "keys of runs are written elsewhere"
     assert k.stride(1) == 1 and blocks.is_contiguous(), "rows have gaps"
-    scales = view_scales(blocks)
+    size = batch.block_size or blocks.shape[1]
     _write_kernel[(tokens,)](
-        k, blocks, scales, batch.slot_mappings[cache.kind], k.stride(0), DIM=dim, ENTRY=blocks.shape[-1],
+        k, blocks, view_scales(blocks), batch.slot_mappings[cache.kind], k.stride(0), DIM=dim, ENTRY=blocks.shape[-1],
+        EVERY=every, RUN=min(every, size), BLOCK_SIZE=size, ENTRIES=blocks.shape[1],
         BLOCK_D=next_power_of_2(dim), num_warps=1, **find_gpu(k.device).options,
     )  # fmt: skip
     return q
@@ -96,19 +99,25 @@ def score_queries(q: Tensor, weights: Tensor, cache: Tensor, rows: Rows, scores:
 
 
 @jit(do_not_specialize_on_alignment=["slots"])
-def _write_kernel(k, cache, scales, slots, k_stride, DIM: tl.constexpr, ENTRY: tl.constexpr, BLOCK_D: tl.constexpr,
+def _write_kernel(k, cache, scales, slots, k_stride, DIM: tl.constexpr, ENTRY: tl.constexpr, EVERY: tl.constexpr,
+                  RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_D: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """A token's key; in fp8 over a scale that makes the largest of its numbers 448."""
     wait_for_inputs(PDL)
     token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     slot = tl.load(slots + token).to(tl.int64)
+    is_kept = dims < DIM
+    if EVERY > 1:  # slots are of tokens, the cache has those of runs
+        place = slot % BLOCK_SIZE
+        is_kept = is_kept & ((place + 1) % RUN == 0)
+        slot = slot // BLOCK_SIZE * ENTRIES + place // EVERY
     x = tl.load(k + token * k_stride + dims, mask=dims < DIM, other=0.0)
     if scales is not None:
         x = x.to(tl.float32)
         scale = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST) / FP8_MAX
         x = tl.clamp(x / scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(scales + slot * (ENTRY // 4) + DIM // 4, scale)
-    tl.store(cache + slot * ENTRY + dims, x.to(cache.dtype.element_ty), mask=dims < DIM)
+        tl.store(scales + slot * (ENTRY // 4) + DIM // 4 + dims, scale + dims * 0.0, mask=is_kept & (dims == 0))
+    tl.store(cache + slot * ENTRY + dims, x.to(cache.dtype.element_ty), mask=is_kept)
 
 
 @jit(

@@ -107,6 +107,17 @@ def test_keys_are_written_to_their_slots(triton_device):
     assert torch.equal(written.cache.blocks.cpu(), case.cache.blocks)
 
 
+@pytest.mark.parametrize("every", [4, 32])
+def test_keys_of_runs_are_written_by_their_last_tokens(every, triton_device):
+    slots = torch.tensor([*range(16, 48)])
+    case = change(index_case([33], []), torch.zeros(3, max(1, 16 // every), 12), slots=slots, block_size=16)
+    k, written = torch.randn(len(slots), 12), move(case, triton_device)
+    write_index(written.q, k.to(triton_device), written.cache, written.batch, every=every)
+    ops.write_index.body(case.q, k, case.cache, case.batch, every=every)
+    assert case.cache.blocks[1:].any()
+    assert torch.equal(written.cache.blocks[1:].cpu(), case.cache.blocks[1:])  # block 0 is padding's
+
+
 def test_of_equal_scores_the_first_are_chosen(short_segments, triton_device):
     case = index_case([100], [])  # of whole numbers, which no order of a sum rounds
     q, cache, batch, *_ = move(change(case, torch.ones(9, 16, 12), q=case.q.round()), triton_device)

@@ -13,12 +13,11 @@ from atom.graph import Batch, PagedCache, ops
 from atom.graph.ops.attention import cached_entries
 from atom.graph.ops.latent import join_entries
 from atom.graph.ops.sparse import from_index_entries, index_scores, to_index_entries
-from atom.kernels.hopper import chosen_pairs
 from atom.kernels.hopper import index_scores as hopper_scores
 from atom.kernels.hopper.latent import PagedLatentAttention as HopperAttention
 from atom.kernels.triton.attention import top_k as top_k_module
 from atom.kernels.triton.attention.index_scores import write_index
-from atom.kernels.triton.attention.latent import PagedLatentAttention, Sums
+from atom.kernels.triton.attention.latent import PagedLatentAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -274,17 +273,9 @@ def test_decodes_in_a_cuda_graph_follow_lengths():
         torch.testing.assert_close(out, run(), rtol=0, atol=0)
 
 
-class PairsAttention(HopperAttention):
-    def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Any, rows: Any, selected: Tensor,
-                    scale: float) -> Any:  # fmt: skip
-        assert chosen_pairs.suits(q, q_rope, cache)
-        return Sums(*chosen_pairs.attend_chosen(q, q_rope, cache, rows, selected, scale))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("decodes", "prompts"), [([3000], []), (DECODES, PROMPTS), ([], PROMPTS)])
-def test_pairs(decodes: list[int], prompts: list[tuple[int, int]], dtype: torch.dtype):
-    case = make_case(decodes, prompts, dtype=dtype)
-    check_attention(case, choose(case), kind=PairsAttention)
-    case = make_case(decodes, prompts, dtype=dtype, shape=Shape(heads=64))
-    check_attention(case, choose(case), kind=PairsAttention)
+def test_heads_of_one_and_two_programs(decodes: list[int], prompts: list[tuple[int, int]], dtype: torch.dtype):
+    for heads in (64, 128):
+        case = make_case(decodes, prompts, dtype=dtype, shape=Shape(heads=heads))
+        check_attention(case, choose(case))

@@ -96,8 +96,10 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *type
     return _refuse_cache(q_nope, types) or triton.accepts_latent(target, q_nope, q_rope, kv_b, *types, **attributes)
 
 
-def accepts_tokens(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
-    """16, 32, 64 or 128 index heads of 128 dims in bf16 or fp16, a cache in that dtype"""
+def accepts_tokens(target: Target, q: Type, *types: Any, every: int = 1, **attributes: Any) -> str | None:
+    """single tokens by 16, 32, 64 or 128 index heads of 128 dims in bf16 or fp16, a cache in that dtype"""
+    if every > 1:
+        return "chooses single tokens, not runs of them"
     heads, dim = map(int, q.shape[1:])
     if heads not in INDEX_HEADS or dim != INDEX_DIM:
         return f"{heads} index heads have {dim} dims"

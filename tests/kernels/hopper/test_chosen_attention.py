@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.hopper import emulated
-from kernels.hopper.emulated import emulate
+from kernels.hopper.emulated import WarpGroups, emulate
 
 from atom.kernels.hopper import chosen_attention
 from atom.kernels.triton.attention.rows import Rows
@@ -17,29 +17,26 @@ from atom.kernels.triton.attention.rows import Rows
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`attend_chosen` of the module."""
-    gpu = SimpleNamespace(units=3)
+    """`attend_chosen` of the module, its groups of warps as threads."""
+    language, groups = emulated._language(), WarpGroups()
+    language.SwizzledSharedLayout = lambda *_: None
+    language.max, language.exp2, language.log2 = lambda x, dim: x.max(dim).values, torch.exp2, torch.log2
+    language.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    monkeypatch.setattr(emulated, "_language", lambda: language)
 
     def find_slots(selected: torch.Tensor, _rows: Rows, _size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return selected, (selected >= 0).sum(1).int()
 
-    def copy(memory: Any, pointer: Any) -> None:
-        memory.store(emulated._load(pointer))
+    def arrive(bar: Any, increment_count: bool) -> None:
+        for _ in range(128):  # each thread of four warps
+            groups.names["mbarrier"].arrive(bar)
 
-    nothing = lambda *_: None  # noqa: E731
-    copies = SimpleNamespace(async_copy_global_to_shared=copy, commit_group=nothing, wait_group=nothing)
-
-    def multiply(left: Any, right: Any, sums: Any, use_acc: bool = True, is_async: bool = False) -> Any:
-        product = emulated.value((left.tensor if hasattr(left, "tensor") else left).float() @ right.tensor.float())
-        return product + sums if use_acc else product
-
-    def wait(_: int, deps: tuple[Any, ...]) -> Any:
-        return deps if len(deps) > 1 else deps[0]
-
-    made = emulate(chosen_attention, find_slots=find_slots, async_copy=copies, warpgroup_mma=multiply,
-                   warpgroup_mma_wait=wait, find_gpu=lambda _: gpu, wait_for_inputs=nothing, NOTHING=-1e38)  # fmt: skip
-    made.gl.max, made.gl.exp2, made.gl.log2 = (lambda x, dim: x.max(dim).values), torch.exp2, torch.log2
-    made.gl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    copies = SimpleNamespace(
+        async_copy_global_to_shared=lambda memory, pointer: memory.store(emulated._load(pointer)),
+        mbarrier_arrive=arrive,
+    )  # fmt: skip
+    made = emulate(chosen_attention, **groups.names, find_slots=find_slots, async_copy=copies, NOTHING=-1e38,
+                   find_gpu=lambda _: SimpleNamespace(units=3))  # fmt: skip
     return made.attend_chosen
 
 

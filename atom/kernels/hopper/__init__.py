@@ -103,9 +103,9 @@ def accepts_tokens(target: Target, q: Type, *types: Any, every: int = 1, **attri
     heads, dim = map(int, q.shape[1:])
     if heads not in INDEX_HEADS or dim != INDEX_DIM:
         return f"{heads} index heads have {dim} dims"
-    cache = next(each for each in types if isinstance(each, KV))
-    if cache.type.dtype != q.dtype:
-        return f"the cache is in {cache.type.dtype}, not in {q.dtype}"
+    kept = [each.type.dtype for each in types if isinstance(each, KV) and each.type.dtype != q.dtype]
+    if kept:
+        return f"the cache is in {kept[0]}, not in {q.dtype}"
     return _refuse_cache(q, types) or triton.accepts_tokens(target, q, *types, **attributes)
 
 

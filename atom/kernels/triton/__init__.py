@@ -20,7 +20,7 @@ import torch
 
 from atom.cache import Cache
 from atom.errors import UnsupportedError
-from atom.graph import KV, State, ops
+from atom.graph import KV, Batch, PagedCache, State, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
@@ -204,15 +204,15 @@ def accepts_lora(
     return None if len(sizes) <= MAX_SLICES else f"takes {MAX_SLICES} slices, not {len(sizes)}"
 
 
-def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, _batch: Any,
-                   _k_scale: Type | None = None, selected: Type | None = None,
+def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
     """latents of up to 512 dims, rotated keys of up to 64; entries chosen for all heads; fp8 from sm_89 on"""
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
+    selected = next((each for each in types if isinstance(each, Type) and each.dtype == "i32"), None)
     if selected is not None and int(selected.shape[1]) != 1:
         return f"takes one choice for all heads, not {selected}"
     if rank <= MAX_RANK and rotated <= MAX_ROTATED:
-        return accepts_cache(target, cache)
+        return accepts_cache(target, *types)
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
@@ -242,8 +242,7 @@ def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, **_attr
         return f"{heads} index heads have {dim} dims, more than {MAX_INDEX_HEADS} of {MAX_INDEX_DIM}"
     if top_k > MAX_TOP_K:
         return f"top_k={top_k} are more than {MAX_TOP_K}"
-    cache = next(each for each in types if isinstance(each, KV))
-    if cache.type.dtype == FP8 and dim % 4:
+    if dim % 4 and any(isinstance(each, KV) and each.type.dtype == FP8 for each in types):
         return f"the scale of a key in {FP8} of {dim} dims is not aligned"
     return accepts_cache(target, *types)
 
@@ -369,13 +368,15 @@ def _load_latent(context: LoadContext) -> object:
 
 
 def _load_index(_context: LoadContext) -> object:
-    from atom.kernels.triton.attention import compressed, top_k
+    from atom.kernels.triton.attention import compressed
+    from atom.kernels.triton.attention import top_k as tokens
     from atom.kernels.triton.attention.index_scores import write_index
 
-    def paged_index_topk(*args: Any, every: int = 1, **attributes: Any) -> torch.Tensor:
+    def paged_index_topk(q: torch.Tensor, weights: torch.Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+                         every: int = 1) -> torch.Tensor:  # fmt: skip
         if every > 1:
-            return compressed.paged_index_topk(*args, every=every, **attributes)
-        return top_k.paged_index_topk(*args, **attributes)
+            return compressed.paged_index_topk(q, weights, cache, batch, top_k=top_k, every=every)
+        return tokens.paged_index_topk(q, weights, cache, batch, top_k=top_k)
 
     return SimpleNamespace(write_index=write_index, paged_index_topk=paged_index_topk)
 

@@ -4,7 +4,7 @@
 
 A program holds a segment of a row in registers, bisects the integers that its scores are in order of until as many as
 are chosen lie above, and keeps these. What is left of all segments is a shorter row, of which another launch chooses,
-until one segment holds all. Where there are rows for all multiprocessors, a program reads all of one, and chooses
+until one segment holds all. If there are rows for all multiprocessors, a program reads all of one, and chooses
 whenever it has kept too many of what could still be chosen. So no program waits for another, no counter is kept from
 one launch to the next, and chosen positions ascend.
 """

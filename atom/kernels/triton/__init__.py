@@ -216,9 +216,9 @@ def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *typ
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
-def accepts_mqa(_target: Target, q: Type, cache: KV, *_types: Any, **_attributes: Any) -> str | None:
+def accepts_mqa(_target: Target, q: Type, cache: KV | Type, *_types: Any, **_attributes: Any) -> str | None:
     """heads of up to 512 dims, not in fp8"""
-    if cache.type.dtype == FP8:
+    if isinstance(cache, KV) and cache.type.dtype == FP8:
         return f"reads entries of the model's dtype, not of a cache in {FP8}"
     dim = int(q.shape[-1])
     return None if dim <= MAX_RANK else f"heads have {dim} dims, more than {MAX_RANK}"

@@ -1,4 +1,4 @@
-"""Pool runs of tokens to entries, choose among these, and attend to them and to tokens, on a GPU.
+"""Pool runs of tokens, choose among runs, attend to tokens and runs.
 
     pooled = paged_compress(kv, gate, bias, cache, batch, overlaps=True)
     selected = paged_index_topk(index_q, weights, keys, batch, top_k=512, every=4)

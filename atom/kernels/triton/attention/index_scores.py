@@ -1,4 +1,4 @@
-"""Score index keys of a paged cache for each query (DeepSeek-AI 2025, DSA's lightning indexer).
+"""Score index keys of a paged cache for each query (DeepSeek-AI 2025).
 
     q = write_index(q, k, cache, batch)                     # keys to their slots
     score_queries(q, weights, cache.blocks, rows, scores)   # fp32[R, positions]

@@ -1,4 +1,4 @@
-"""Tokens of a batch, those of decodes and those of prompts, some at a time.
+"""Tokens of a batch, some at a time: of decodes, then of prompts.
 
 for rows, own in split_rows("full", batch, len(q), at_once=1024):
     kernel[(rows.num,)](q[own], rows.table, rows.starts, rows.lengths, len(rows.lengths), rows.first, …)

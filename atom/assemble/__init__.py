@@ -5,7 +5,7 @@ engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 
 from atom.assemble.adapters import open_adapters
 from atom.assemble.calibration import formats_made
-from atom.assemble.checks import check_kv_scales, left_out, mtp_patterns
+from atom.assemble.checks import check_values, left_out, mtp_patterns
 from atom.assemble.compiling import compile_with, digest_of, left_plain, refuse_act
 from atom.assemble.engine import open_engine
 from atom.assemble.kv_blocks import fit_limits, kinds_of_all, plan_stages, state_kinds
@@ -16,7 +16,7 @@ from atom.assemble.runner import open_runner
 
 __all__ = [
     "RankOpening",
-    "check_kv_scales",
+    "check_values",
     "compare_ranks",
     "compile_with",
     "describe_rank",

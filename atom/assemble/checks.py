@@ -14,6 +14,7 @@ from atom.compiler import whole_graph
 from atom.config import Config, ModelConfig
 from atom.config.stored_names import stored_name
 from atom.errors import CheckpointError, ConfigError
+from atom.frontend.mlp import mlp_of
 from atom.graph import Graph, Recipe, W
 from atom.weights.evaluate import Loaded
 
@@ -57,6 +58,13 @@ def mtp_patterns(config: Config) -> Sequence[str]:
     return found
 
 
+def check_values(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check what is read of loaded tensors as it is: scales of keys and values, numbers of tokens and of experts."""
+    check_kv_scales(tensors, config)
+    check_draft_tokens(tensors, config)
+    check_expert_tables(tensors, config)
+
+
 def check_kv_scales(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
     """Check that scales of keys and values are numbers above 0."""
     scales = {
@@ -86,6 +94,23 @@ def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None
             f"tensor {name} maps to tokens that the model does not have, of {config.model.vocab}; "
             "set serve.draft_model to a draft for this model"
         )
+
+
+def check_expert_tables(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check that tables of experts by token list experts of their layer."""
+    num_experts = {
+        prefix + stored_name(model, "expert_table", layer): mlp_of(model, layer).experts
+        for prefix, model in models_of(config).items()
+        if "expert_table" in model.weights
+        for layer in range(model.layers)
+    }
+    for recipe, tensor in tensors.items():
+        if isinstance(recipe, W) and (experts := num_experts.get(recipe.name)) is not None:
+            assert isinstance(tensor, Tensor), "only experts are lists"
+            low, high = (int(end) for end in torch.aminmax(tensor))
+            if not 0 <= low <= high < experts:
+                wrong = low if low < 0 else high
+                raise CheckpointError(f"tensor {recipe.name} lists expert {wrong}; the layer has 0 to {experts - 1}")
 
 
 def check_same_tokens(tokenizer: Tokenizer | None, checkpoint: Checkpoint, config: Config) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from atom import weights
 from atom.assemble.calibration import plan_calibration
-from atom.assemble.checks import check_draft_tokens, check_kv_scales, models_of
+from atom.assemble.checks import check_values, models_of
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import mesh_of
@@ -82,6 +82,5 @@ def load_weights(
     )
     for line in cache.warnings:
         say(line)
-    check_kv_scales(tensors, config)
-    check_draft_tokens(tensors, config)
+    check_values(tensors, config)
     return tensors

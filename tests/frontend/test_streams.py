@@ -15,8 +15,9 @@ from transformers import HYV4Config
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperHead
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 
+from atom import LLMEngine
 from atom.config.load import load
-from atom.errors import AtomError
+from atom.errors import AtomError, CheckpointError
 
 EPS, WRITE_SCALE = 0.02, 1.5
 
@@ -91,3 +92,14 @@ def test_missing_and_misshapen_tensors_are_one_line(tmp_path: Path):
         save_file(own, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(AtomError, match=message):
             assert_same_as_transformers(load([f"checkpoint={folder}", "dtype=fp32"]), model)
+
+
+@pytest.mark.parametrize(("shift", "wrong"), [(1, 6), (-1, -1)])
+def test_a_table_that_lists_an_expert_the_layer_does_not_have_is_one_line(shift: int, wrong: int, tmp_path: Path):
+    """On a GPU it would be read from outside the experts' weights."""
+    tiny.save_changed("deepseek_v4", tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), "layers.0.ffn.gate.tid2eid"
+    stored[f"model.{name}"] += shift
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"^tensor {name} lists expert {wrong}; the layer has 0 to 5$"):
+        LLMEngine(model=str(tmp_path), dtype="fp32", level=0, kv_cache_memory=1 << 22)

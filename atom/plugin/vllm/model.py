@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from atom import weights
-from atom.assemble import check_kv_scales, left_out, refuse_act
+from atom.assemble import check_values, left_out, refuse_act
 from atom.cache import Cache
 from atom.checkpoint import SILENT
 from atom.compiler import Compiled, compile_model, mesh_of
@@ -94,7 +94,7 @@ class AtomForCausalLM(nn.Module):
                 self.attention.load(self._graph, self._tensors)
             else:
                 self._bind(dict(loads))
-            check_kv_scales(self._tensors, self._config)
+            check_values(self._tensors, self._config)
         return {name for name, _ in self.named_parameters()}
 
     def _bind(self, tensors: dict[Recipe, Loaded]) -> None:

@@ -94,6 +94,14 @@ def test_the_kv_of_deepseek_v4_flash(tmp_path: Path):
     assert {kind.name for kind in kinds} - {*kept} == {"window_8", "window_128"}, "the last of them of runs, too"
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 7])
+def test_layers_that_a_config_does_not_list_are_those_of_transformers(num_layers: int, tmp_path: Path):
+    published = DeepseekV4Config(architectures=["DeepseekV4ForCausalLM"], num_hidden_layers=num_layers)
+    stored = {key: value for key, value in published.to_dict().items() if key != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert load([f"checkpoint={tmp_path}"]).model.layer_types == published.layer_types
+
+
 def test_blocks_that_runs_do_not_divide_are_refused(open_engine: Open):
     with pytest.raises(ConfigError, match=r"serve\.block_size=24 is neither a multiple nor a divisor of the 32 tokens"):
         open_engine(NAME, block_size=24)

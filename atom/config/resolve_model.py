@@ -606,6 +606,8 @@ def check_block_index(attention: AttentionConfig, index: IndexConfig, at: str, k
         raise ConfigError(f"{at}.kv_heads={kv_heads} is not a multiple of index.heads={index.heads}")
     if index.local > index.top_k:
         raise ConfigError(f"{at}.index.local={index.local} is more than top_k={index.top_k}, which count them too")
+    if index.dim < (attention.rope.dims or 0):
+        raise ConfigError(f"{at}.index.dim={index.dim} is less than the {attention.rope.dims} dims that turn")
     for name, values in (("window", (None,)), ("alibi", ("none",)), ("qk_norm", ("none", "per_head"))):
         if getattr(attention, name) not in values:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported with an index")

@@ -959,6 +959,12 @@ REFUSED = {
     "index heads that do not divide": (
         "minimax_m3", {"index_n_heads": 3}, (), [], r"model.attention.kv_heads=2 is not a multiple of index.heads=3",
     ),
+    "index heads of fewer dims than turn": (
+        "minimax_m3", {"index_head_dim": 6}, (), [], r"model.attention.index.dim=6 is less than the 8 dims that turn",
+    ),
+    "experts of an unknown type": (
+        "deepseek_v4", {"mlp_layer_types": ["hash_moe", "dense", "moe"]}, (), [], r"dense in .* is no type of layers; letters: hash_moe moe",
+    ),
     "an index without blocks": (
         "minimax_m3", {}, (), ["model.attention.index.block=null"], r"model.attention.index.block has no value; an indexer needs it",
     ),

@@ -67,6 +67,7 @@ class Shared:
         limit = http.response_store_bytes
         self.responses = ResponseStore(config.cache_folder / "responses", limit) if limit else None
         self.are_several = False  # several tenants, who take turns
+        self.is_closed = False  # the server ends, and threads take no more work
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
         self.image_threads = ThreadPoolExecutor(count_processes() + NUM_WAITING, "images", begin_thread)
@@ -102,7 +103,14 @@ class Shared:
         for each in self.contexts:
             await each.has_tokenizer.wait()
 
+    async def run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """Run work in one of these threads. asyncio.CancelledError if the server ends before one has taken it."""
+        if self.is_closed:
+            raise asyncio.CancelledError
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
     def close(self) -> None:
+        self.is_closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.image_threads.shutdown(wait=False, cancel_futures=True)
         for each in self.contexts:
@@ -245,14 +253,14 @@ class Context:
 
         RequestError if it takes too long, EngineDeadError if the server ends before a thread has taken it.
         """
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        task = asyncio.current_task()
         self.shared.num_preparing += 1
         try:
             async with asyncio.timeout(self.prepare_seconds):
                 try:
-                    return await loop.run_in_executor(self.shared.threads, work)
+                    return await self.shared.run(self.shared.threads, work)
                 except OtherThreadError:
-                    return await loop.run_in_executor(self.shared.image_threads, work)
+                    return await self.shared.run(self.shared.image_threads, work)
         except TimeoutError:
             raise RequestError(f"the request took more than {self.prepare_seconds:g} s to prepare") from None
         except asyncio.CancelledError:

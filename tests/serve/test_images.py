@@ -376,6 +376,13 @@ def test_a_request_that_no_thread_takes_before_the_end_is_to_be_tried_again(conf
     assert answer.status_code == 503 and "the server ends before this request has been prepared" in answer.text
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_request_that_comes_after_the_threads_end_is_to_be_tried_again(config: Config, path: str):
+    body = {"model": "m"} | bodies(RED)[path]
+    answer, _ = scripted.post(config, Said(["Hi"]), body, path, before=lambda context: context.shared.close())
+    assert answer.status_code == 503 and "the server ends before this request has been prepared" in answer.text
+
+
 def test_texts_are_prepared_while_images_are_decoded(config: Config):
     """More requests with images than there are threads for texts."""
     goes_on, waiting = threading.Event(), []

@@ -9,7 +9,7 @@ What a step has to read and to multiply is divided by these rates.
 
 It counts the weights, each read once a step (the head's if a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, recurrent states, which are read and written, and the operations on all of
-these; not activations, nor what else is written.
+these; not activations, nor what runs of tokens are pooled of, nor what else is written.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from atom.graph.recipe_contents import held_bytes
 from atom.graph.shares import active_fraction, group_of, num_parts, num_parts_of_group
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
-from atom.state_rules import StateRule, WindowRule
+from atom.state_rules import StateRule
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention, ops.paged_mqa_attention)
 INDEXERS = (ops.paged_index_topk, ops.paged_index_blocks)
+UNPACKED = {ops.linear_by_head: 1, ops.stream_logits: 1}  # multiply by a matrix that is never packed: its place
 # whose second result is the ids of experts
 ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer, ops.token_router)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
@@ -122,19 +123,32 @@ def share_read(share: float, num_experts: int, parts: int, num_rows: int) -> flo
     return busiest / NUM_DRAWS
 
 
-class Attention(NamedTuple):
-    """One layer's attention."""
+class ChosenRule(NamedTuple):
+    """Entries of which each query reads those that an indexer chose."""
 
-    window: int | None  # tokens that a query sees, itself included
-    states: tuple[tuple[StateRule, int], ...]  # that it reads: the rule, and the bytes of an entry
-    decode_flops: int  # of a query and a token that it sees
+    rule: StateRule
+    most: int  # entries of a query
+
+    def num_read(self, start: int, stop: int) -> int:
+        """The max number of entries that queries at positions start to stop read, each once."""
+        num_seen = self.rule.num_read(start, stop)
+        return min(num_seen, self.most + num_seen - self.rule.num_read(start, start + 1))
+
+
+class Attention(NamedTuple):
+    """One layer's attention to entries of one kind."""
+
+    window: int | None  # max entries that a query sees, its own included
+    states: tuple[tuple[StateRule | ChosenRule, int], ...]  # that it reads: the rule, and the bytes of an entry
+    decode_flops: int  # of a query and an entry that it sees
     prefill_flops: int  # the same, in a prompt
     weight: Matmul | None = None  # a further weight that it multiplies with
+    every: int = 1  # tokens that have an entry together
 
     def work(self, step: Step) -> Work:
         window = self.window or 1 << 62
-        flops = float(sum(min(context, window) for context in step.decodes) * self.decode_flops)
-        flops += sum(visible_pairs(start, num, window) for start, num in step.chunks) * self.prefill_flops
+        flops = float(sum(min(context // self.every, window) for context in step.decodes) * self.decode_flops)
+        flops += sum(visible_pairs(start, num, window, self.every) for start, num in step.chunks) * self.prefill_flops
         work = Work(float(sum(num_read(rule, step) * size for rule, size in self.states)), flops)
         return work if self.weight is None else total([work, self.weight.work(step.num_tokens)])
 
@@ -151,7 +165,7 @@ class Recurrence(NamedTuple):
         return Work(float((num_read(rule, step) + num_written) * num_bytes), float(step.num_tokens * self.flops))
 
 
-def num_read(rule: StateRule, step: Step) -> int:
+def num_read(rule: StateRule | ChosenRule, step: Step) -> int:
     """The number of entries of a state that the step reads."""
     decodes = sum(rule.num_read(context - 1, context) for context in step.decodes)
     return decodes + sum(rule.num_read(start, start + num_tokens) for start, num_tokens in step.chunks)
@@ -192,10 +206,12 @@ def program_costs(program: Program) -> Costs:
         assert isinstance(node.target, ops.Op)
         if node.target is ops.embedding:  # a token takes one row of it
             continue
-        weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
+        weights = [
+            leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe) and leaf.type.dtype != "i64"
+        ]  # a table
         matmuls = find_matmuls(node, weights)
         if node.target in ATTENTION:
-            costs.attention.append(attention_costs(node, matmuls[0] if matmuls else None))
+            costs.attention += attention_costs(node, matmuls[0] if matmuls else None)
         elif node.target in INDEXERS:
             costs.attention.append(index_costs(node))
         elif node.target.state_flops:
@@ -211,11 +227,12 @@ def program_costs(program: Program) -> Costs:
 
 def find_matmuls(node: Node, weights: Sequence[Recipe]) -> list[Matmul]:
     """The matmuls of a call whose weights include a matrix or stacks of experts' matrices; none of others."""
-    if not node.target.weights:
+    if not node.target.weights and node.target not in UNPACKED:
         return []
     if node.target is ops.experts:
         return [matmul for place in node.target.weights for matmul in expert_matmuls(node, place)]
-    matrix = type_of(node.args[node.target.weight])
+    place = UNPACKED.get(node.target)
+    matrix = type_of(node.args[node.target.weight if place is None else place])
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
     if node.target is ops.grouped_linear:
@@ -251,10 +268,9 @@ def _num_groups(rows: Node) -> int:
     return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 
-def read_states(node: Node, most: int | None = None) -> tuple[tuple[StateRule, int], ...]:
-    """The states that a call reads. most: entries that a query chose of them; None: it reads all"""
-    states = [leaf for leaf in node_leaves(node) if isinstance(leaf, State)]
-    return tuple((leaf.rule if most is None else WindowRule(most), leaf.type.num_bytes) for leaf in states)
+def find_states(node: Node) -> list[State]:
+    """The states that a call reads."""
+    return [leaf for leaf in node_leaves(node) if isinstance(leaf, State)]
 
 
 def num_chosen(node: Node) -> int | None:
@@ -268,21 +284,32 @@ def num_chosen(node: Node) -> int | None:
 def index_costs(node: Node) -> Attention:
     """Of scores of all keys, by the heads of an indexer."""
     heads, dim = (int(size) for size in node.args[0].meta["type"].shape[1:])
-    return Attention(None, read_states(node), 2 * heads * dim, 2 * heads * dim)
+    return _attention(None, find_states(node), 2 * heads * dim)
 
 
-def attention_costs(node: Node, weight: Matmul | None) -> Attention:
-    most = num_chosen(node)
-    states = read_states(node, most)
+def attention_costs(node: Node, weight: Matmul | None) -> list[Attention]:
+    """Of tokens, and of runs of tokens if the call reads their entries, too; what is chosen are the latter."""
+    most, states = num_chosen(node), find_states(node)
     query: Type = node.args[0].meta["type"]  # [T, N, D]
     heads, dim = (int(size) for size in query.shape[1:])
     if weight is None:
-        flops = 4 * heads * dim
-        return Attention(node.kwargs.get("window") if most is None else most, states, flops, flops)
+        flops, window = 4 * heads * dim, node.kwargs.get("window")
+        if runs := [state for state in states if state.rule.entry_tokens > 1]:
+            tokens = [state for state in states if state not in runs]
+            return [_attention(window, tokens, flops), _attention(None, runs, flops, most)]
+        return [_attention(window, states, flops, most)]
     rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
     entry, value = rank + int(node.args[1].meta["type"].shape[-1]), rows // heads - dim
-    absorbed, expanded = entry + rank, dim + entry - rank + value
-    return Attention(most, states, 2 * heads * absorbed, 2 * heads * expanded, weight)
+    absorbed, expanded = 2 * heads * (entry + rank), 2 * heads * (dim + entry - rank + value)
+    return [_attention(None, states, absorbed, most)._replace(prefill_flops=expanded, weight=weight)]
+
+
+def _attention(window: int | None, states: Sequence[State], flops: int, most: int | None = None) -> Attention:
+    """The attention to states of one rule. most: entries that an indexer chose; None: it reads all"""
+    rules = (state.rule if most is None else ChosenRule(state.rule, most) for state in states)
+    sizes = (state.type.num_bytes for state in states)
+    every = states[0].rule.entry_tokens
+    return Attention(window if most is None else most, tuple(zip(rules, sizes, strict=True)), flops, flops, every=every)
 
 
 def recurrence_costs(node: Node) -> list[Recurrence]:
@@ -312,11 +339,19 @@ def min_seconds(costs: Mapping[str, Costs], step: Step, limits: Limits) -> float
     return max(limits.seconds(total(step_work(costs, each).values())) for each in step.groups or (step,))
 
 
-def visible_pairs(start: int, num_tokens: int, window: int) -> int:
-    """The number of pairs of query and visible token, for queries at positions start to start + num_tokens."""
-    num_growing = min(max(window - start, 0), num_tokens)  # queries that see all before them
-    growing = num_growing * start + num_growing * (num_growing + 1) // 2
-    return growing + (num_tokens - num_growing) * window
+def visible_pairs(start: int, num_tokens: int, window: int, every: int = 1) -> int:
+    """The number of pairs of query and visible entry, for queries at positions start to start + num_tokens.
+
+    window: max entries that a query sees
+    every: tokens that have an entry together, which is visible from the last of them on
+    """
+
+    def first_pairs(num: int) -> int:
+        growing = min(num, window * every - 1)  # queries that see all entries before them
+        whole, rest = divmod(growing, every)
+        return every * whole * (whole - 1) // 2 + whole * (rest + 1) + (num - growing) * window
+
+    return first_pairs(start + num_tokens) - first_pairs(start)
 
 
 def measure_limits(device: str, dtype: str, acts: Iterable[str] = ()) -> Limits:

@@ -56,6 +56,9 @@ QWEN3_5_2B = {**SIZES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "q
               "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
               "intermediate_size": 6144, "full_attention_interval": 4, "linear_num_key_heads": 16,
               "linear_num_value_heads": 32, "tie_word_embeddings": True}  # fmt: skip
+DEEPSEEK_V4 = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 3,
+               "compress_ratios": [4, 128, 0], "num_hash_layers": 1, "vocab_size": 129280, "torch_dtype": "bfloat16",
+               "max_position_embeddings": 1048576, "num_attention_heads": 64, "num_key_value_heads": 1}  # fmt: skip
 H200 = Limits(4.47e12, 804e12)
 
 
@@ -293,6 +296,32 @@ def test_of_latents_only_those_that_an_indexer_chose_are_read_and_all_of_its_key
     assert chosen == sum(min(seen, 2048) for seen in range(2001, 2101)) * attention.prefill_flops
 
 
+def test_runs_are_read_besides_a_windows_tokens_and_only_of_them_an_indexer_chooses(costs_of: Any):
+    body = costs_of(DEEPSEEK_V4)["body"]
+    costs = {(each.every, each.window): each for each in body.attention}
+    assert costs.keys() == {(1, 128), (4, None), (4, 512), (128, None)}
+    flops = 4 * 64 * 512  # of a query and an entry, by 64 heads of 512 dims
+    step = Step(0.0, array("q", [1000, 100, 3]), [(4000, 10)], 4)
+    assert costs[1, 128].work(step) == Work((128 + 100 + 3 + 137) * 1024, (128 + 100 + 3 + 10 * 128) * flops)
+    seen = sum(context // 4 for context in range(4001, 4011))
+    assert costs[4, None].work(step) == Work((250 + 25 + 1002) * 256, (250 + 25 + seen) * 2 * 64 * 128), (
+        "of the indexer"
+    )
+    assert costs[4, 512].work(step) == Work((250 + 25 + 514) * 1024, (250 + 25 + 10 * 512) * flops)
+    assert costs[128, None].work(step) == Work((7 + 31) * 1024, (7 + 10 * 31) * flops)
+
+
+def test_groups_of_heads_and_mixers_of_streams_are_matmuls_and_a_table_of_experts_is_none(costs_of: Any):
+    body = costs_of(DEEPSEEK_V4)["body"]
+    groups, mixers = (
+        next(each for each in body.matmuls if each.shape == shape) for shape in ((8192, 4096), (24, 16384))
+    )
+    assert groups.work(3) == Work(8192 * 4096 * 2, 2.0 * 3 * 8192 * 4096)
+    assert mixers.work(3).flops == 2.0 * 3 * 24 * 16384
+    by_token, chosen = body.routing
+    assert (by_token.num_bytes, chosen.num_bytes) == (2 * 256 * 4096, 2 * 256 * 4096 + 4 * 256), "with a correction"
+
+
 @pytest.mark.slow
 def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
     plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))
@@ -373,6 +402,8 @@ def test_a_window_bounds_what_is_read_and_seen(costs_of: Any):
 def test_visible_pairs_are_those_of_each_query(start: int, num_tokens: int, window: int):
     counted = sum(min(position + 1, window) for position in range(start, start + num_tokens))
     assert visible_pairs(start, num_tokens, window) == counted
+    of_runs = sum(min((position + 1) // 3, window) for position in range(start, start + num_tokens))
+    assert visible_pairs(start, num_tokens, window, every=3) == of_runs
 
 
 def test_reading_and_computing_overlap():

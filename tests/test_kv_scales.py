@@ -152,6 +152,23 @@ def test_a_model_with_recurrent_state_measures_those_of_its_attention(tmp_path: 
         assert least * 0.95 < scale < 2 * least * 1.05
 
 
+def test_keys_that_are_values_too_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kind, fields = tiny.VARIANTS["deepseek_v4"]
+    monkeypatch.setitem(tiny.VARIANTS, "shared", (kind, {**fields, "vocab_size": 300, "sliding_window": 300}))
+    folder = tiny.save("shared", tmp_path)
+    add_tokenizer(folder)
+    engine = open_engine(folder)
+    found, tokens = scales_of(engine), engine._engine.vocabulary.tokenize(PROMPT)
+    engine.close()
+    model = tiny.reference(folder)
+    with torch.inference_mode():
+        model(torch.tensor([list(tokens)[:256]]), past_key_values=(cache := DynamicCache(config=model.config)))
+    assert len(found) == len(cache.layers) == 3
+    for layer, each in enumerate(cache.layers):
+        least = 2 * each.keys.abs().max().item() / 448
+        assert least * 0.95 < found[f"layers.{layer}.k_scale"] < 2 * least * 1.05
+
+
 def test_without_memory_for_the_prompt_the_error_is_that_of_the_pool(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

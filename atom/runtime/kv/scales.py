@@ -39,7 +39,7 @@ from atom.weights.packed_store import describe_file
 
 HEADROOM = 2.0  # how much larger the numbers of other prompts may be
 MAX_TOKENS = 512  # of the prompt
-WRITES = (ops.norm_rope_write, ops.norm_rope_attention, ops.norm_rope_write_latent)
+WRITES = (ops.norm_rope_write, ops.norm_rope_attention, ops.norm_rope_write_latent, ops.write_mqa)
 FILE = "kv_scales.json"
 
 # prose, names, numbers, code, a table, markup and some other scripts: what makes keys large differs from model to model
@@ -165,6 +165,8 @@ def _scaled(op: Op, given: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """The scales that a write takes, each with the numbers that it scales."""
     if op is ops.norm_rope_write_latent:
         return [(given["k_scale"], _normed(given["latent"], given["norm"], given))]
+    if op is ops.write_mqa:  # of tokens: entries of runs have no scale
+        return [] if given["k_scale"] is None else [(given["k_scale"], given["kv"])]
     keys = _normed(given["k"], given["k_norm"], given)
     if given["cos"] is not None:
         keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])

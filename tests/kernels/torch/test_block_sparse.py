@@ -43,6 +43,14 @@ def test_attention_reads_chosen_blocks_only(backend: str, is_decoding: bool, dra
     assert_equal(load(backend)(*case, *args, **attributes), expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decode_at_the_end_of_a_block_sees_all_of_it(backend: str):
+    case, selected = choose(make_case([31, 32, 33], kv_heads=2, heads=4, block_size=4), 2, 8, 2)
+    args = None, None, None, None, selected
+    expected = ops.paged_attention.body(*change(case, case.cache.blocks.nan_to_num()), *args, scale=0.3, block=8)
+    assert_equal(load(backend)(*case, *args, scale=0.3, block=8), expected)
+
+
 def test_where_all_blocks_are_chosen_attention_is_dense(monkeypatch: pytest.MonkeyPatch):
     case, selected = choose(make_case([20, 30], [(9, 31)], kv_heads=2, heads=4), 2, 8, 4)
     monkeypatch.setattr("atom.kernels.torch.attention.attend_blocks", None)

@@ -42,6 +42,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "minimax_m3": ("qwen3_235b_a22b", MINIMAX_M3, 427e9),
     "kimi_k2_thinking_tp4": ("kimi_k2", {}, 1.03e12),
     "glm_5_2": ("glm_5_2", {}, 744e9),
+    "deepseek_v4_flash": ("deepseek_v4_flash", {}, 284e9),
 }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def plan_blocks(
     minimum = one_sequence(kinds, block_size, limits)
     if num_blocks is not None:
         plan_of_blocks = equal(num_blocks)
-        needed = max(((minimum[kind.name] - 1) * kind.stride for kind in kinds), default=0)
+        needed = max(((minimum[kind.name] - 2) * kind.stride + 1 for kind in kinds), default=0)
         if any(plan_of_blocks[name] < blocks for name, blocks in minimum.items()):
             raise ConfigError(
                 f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "

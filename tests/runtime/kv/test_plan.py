@@ -36,8 +36,9 @@ def test_entries_of_several_blocks_of_tokens_take_their_part_of_the_memory() -> 
     kinds = [FULL, every_kind(2, 5), every_kind(16, 1)]  # 4 blocks of 40 and 20 bytes for one of 16
     assert plan(kinds, memory_bytes=40 * 101 + 20 * 101 + 16 * 26) == {"full": 101, "every_2": 101, "every_16": 26}
     assert plan(kinds, num_blocks=50) == {"full": 51, "every_2": 51, "every_16": 14}
-    with pytest.raises(ConfigError, match="takes 28 blocks of 4 tokens"):  # the last of which ends a run
+    with pytest.raises(ConfigError, match=r"takes 25 blocks of 4 tokens: set serve.num_kvcache_blocks=25 or more"):
         plan([every_kind(16)], num_blocks=24)
+    assert plan([every_kind(16)], num_blocks=25) == {"every_16": 8}
 
 
 def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:

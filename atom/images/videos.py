@@ -39,7 +39,7 @@ class Video(NamedTuple):
 def frame_processor(processor: Processor, form: VideoConfig, num_frames: int) -> Processor:
     """The processor of each frame of a video. RequestError for one that has too few."""
     if num_frames < processor.frames:
-        raise RequestError(f"a video has {num_frames} frames; give {processor.frames} or more, or an image")
+        raise RequestError(f"a video has too few frames ({num_frames}); give {processor.frames} or more, or an image")
     limited = processor._replace(min_pixels=form.min_pixels, max_pixels=form.max_pixels)
     if form.pixels_of == "frame":
         return limited

@@ -141,7 +141,7 @@ def test_equal_videos_are_found_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("frames", "fps", "says"),
     [
-        (draw(1, 64, 64), 2.0, "a video has 1 frames; give 2 or more, or an image"),
+        (draw(1, 64, 64), 2.0, r"a video has too few frames \(1\); give 2 or more, or an image"),
         ([*draw(1, 64, 64), *draw(1, 64, 128)], 2.0, "the frames of a video differ in size"),
         (draw(2, 64, 64), 0.0, r"fps=0\.0 is not above 0"),
         (draw(2, 1, 300), 2.0, "no side may be over 200 times the other"),

@@ -218,7 +218,7 @@ def test_frames_of_a_video_come_to_the_engine_as_images_with_times(filming: Conf
 @pytest.mark.parametrize(
     ("frames", "says"),
     [
-        ([RED], "messages.0.content.0: a video has 1 frames; give 2 or more, or an image"),
+        ([RED], "messages.0.content.0: a video has too few frames (1); give 2 or more, or an image"),
         ([RED, png(8, 8)], "messages.0.content.0: the frames of a video differ in size; give all of one"),
         ([RED, "AAAA"], "messages.0.content.0: the image is none of PNG, JPEG, WEBP, GIF"),
         ([RED] * 4, "a request may have 3 images (serve.max_images), and this has 4"),

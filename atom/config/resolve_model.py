@@ -276,6 +276,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
     ]
     rope, window_rope = ropes
     assert rope is not None, "it has a default"
+    check_index_dim(attention, rope if attention.window is None else window_rope or rope, at)
     mscale = rope_mscale(rope) if attention.kind == "mla" else 1.0
     scale = attention.scale or (attention.scale_dim or head_dim) ** -0.5 * mscale**2
     return replace(
@@ -535,7 +536,7 @@ def check_mqa(attention: AttentionConfig, at: str) -> None:
 
 def check_compress(attention: AttentionConfig, at: str) -> None:
     """Check the entries of runs, and the indexer that chooses among them."""
-    compress, index, rope = attention.compress, attention.index, attention.window_rope or attention.rope
+    compress, index = attention.compress, attention.index
     if compress is None:
         if attention.kind == "mqa" and index is not None:
             raise UnsupportedError(f"{at}.index: kind mqa chooses among entries of runs; set {at}.compress")
@@ -544,8 +545,6 @@ def check_compress(attention: AttentionConfig, at: str) -> None:
         raise UnsupportedError(f"{at}.compress is not supported for kind {attention.kind} (supported: mqa)")
     if not compress.every:
         raise ConfigError(f"{at}.compress.every has no value; it is the tokens of a run")
-    if index is not None and index.dim < (rope.dims or 0):
-        raise ConfigError(f"{at}.index.dim={index.dim} is less than the {rope.dims} dims that turn")
 
 
 def check_only_gqa(attention: AttentionConfig, at: str) -> None:
@@ -592,11 +591,16 @@ def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
         check_block_index(attention, index, at, kv_heads)
 
 
+def check_index_dim(attention: AttentionConfig, rope: RopeConfig, at: str) -> None:
+    """Check that heads of an indexer have the dims that turn in the attention's, too."""
+    index, dims = attention.index, rope.dims or 0
+    if index is not None and rope.kind != "none" and index.dim < dims:
+        raise ConfigError(f"{at}.index.dim={index.dim} is less than the {dims} dims that turn")
+
+
 def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -> None:
     if attention.q_rank is None:
         raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
-    if index.dim < (attention.rope_dim or 0):
-        raise ConfigError(f"{at}.index.dim={index.dim} is less than rope_dim={attention.rope_dim}, which turn")
     if index.layers and index.layers[0] == "shared":
         raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
 
@@ -606,8 +610,6 @@ def check_block_index(attention: AttentionConfig, index: IndexConfig, at: str, k
         raise ConfigError(f"{at}.kv_heads={kv_heads} is not a multiple of index.heads={index.heads}")
     if index.local > index.top_k:
         raise ConfigError(f"{at}.index.local={index.local} is more than top_k={index.top_k}, which count them too")
-    if index.dim < (attention.rope.dims or 0):
-        raise ConfigError(f"{at}.index.dim={index.dim} is less than the {attention.rope.dims} dims that turn")
     for name, values in (("window", (None,)), ("alibi", ("none",)), ("qk_norm", ("none", "per_head"))):
         if getattr(attention, name) not in values:
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported with an index")

@@ -962,6 +962,9 @@ REFUSED = {
     "index heads of fewer dims than turn": (
         "minimax_m3", {"index_head_dim": 6}, (), [], r"model.attention.index.dim=6 is less than the 8 dims that turn",
     ),
+    "index heads of fewer dims than a share of a head's": (
+        "deepseek_v4", {"index_head_dim": 4}, ("qk_rope_head_dim",), [], r"some.attention.index.dim=4 is less than the 8 dims that turn",
+    ),
     "experts of an unknown type": (
         "deepseek_v4", {"mlp_layer_types": ["hash_moe", "dense", "moe"]}, (), [], r"dense in .* is no type of layers; letters: hash_moe moe",
     ),

@@ -69,6 +69,16 @@ def body(q: fp32[T, 2, 4], k: fp32[T, 4]):
         hand_over_attention(parse(text), CPU)
 
 
+def test_attention_whose_key_is_its_value_is_refused():
+    text = """\
+def body(q: fp32[T, 2, 4], kv: fp32[T, 4]):
+    a = mqa_attention(q, kv, KV("layers.0", fp32[4], window=8), scale=0.5, window=8)
+    return a
+"""
+    with pytest.raises(UnsupportedError, match="layers have one key that is its value, too"):
+        hand_over_attention(parse(text), CPU)
+
+
 @pytest.mark.parametrize(("context", "after"), [(GPU, ON_A_GPU), (CPU, ON_A_CPU)])
 def test_attention_becomes_a_layer_of_another_engine(context, after):
     graph = hand_over_attention(parse(ATTENTION), context)

@@ -26,6 +26,8 @@ from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
 def hand_over_attention(graph: Graph, context: PassContext) -> Graph:
     if graph.find(ops.index_topk) or graph.find(ops.index_blocks):
         raise UnsupportedError("layers attend to what an indexer chooses, to which vLLM's attention layers do not")
+    if graph.find(ops.mqa_attention):
+        raise UnsupportedError("layers have one key that is its value, too, which vLLM's attention layers do not keep")
     calls = graph.find(ops.attention)
     if len(names := {call.args[3].name for call in calls}) < len(calls):
         raise UnsupportedError(f"{len(calls)} layers read the KV of {len(names)}, which vLLM's layers do not share")

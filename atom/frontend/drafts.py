@@ -56,15 +56,17 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
     parts = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
     weights = {role: writer.packed(part, role, layer) for role, part in zip(columns, parts, strict=True)}
 
-    def project(x: Node, norm: str, role: str, name: str) -> Node:
-        return writer.multiply(writer.norm(x, norm, layer, name=name), weights[role], role=role, layer=layer, name=name)
+    def project(x: Node, role: str) -> Node:
+        return writer.multiply(x, weights[role], role=role, layer=layer, name=x.name)
 
-    e = project(embed(writer, tokens), "mtp_embedding_norm", "mtp_embedding_proj", "e")
+    e = writer.norm(embed(writer, tokens), "mtp_embedding_norm", layer, name="e")
     streams = [hidden]
     if num > 1:
         streams = writer.call(ops.split, hidden, sizes=[model.hidden] * num, name=("h",) * num)
-    read = [writer.call(ops.add, e, project(x, "mtp_hidden_norm", "mtp_hidden_proj", "h"), name="x") for x in streams]
+    normed = [writer.norm(x, "mtp_hidden_norm", layer, name="h") for x in streams]
+    e, *projected = project(e, "mtp_embedding_proj"), *(project(x, "mtp_hidden_proj") for x in normed)
     (rotary,) = rotaries(writer, positions, [layer])
+    read = [writer.call(ops.add, e, x, name="x") for x in projected]
     x, _ = write_layer(writer, writer.call(ops.join, *read, name="x") if num > 1 else read[0], rotary, layer)
     if num > 1:
         writer.program.output(x)

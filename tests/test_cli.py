@@ -473,7 +473,7 @@ def test_version_is_the_packages():
 def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert main([flag]) == 0
     out = capsys.readouterr().out
-    assert "\n  model: afmoe, apertus," in out
+    assert "\n  model: afmoe, alice_ai, apertus," in out
     assert "\n  job.gpu is one of a100, b200, h100," in out
     assert (
         "checkpoint=null                     folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one\n"

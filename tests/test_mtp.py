@@ -347,5 +347,5 @@ def test_a_layer_with_names_of_its_own_may_have_experts(case_of: Callable[..., C
 def test_a_model_without_such_a_layer_drafts_nothing(checkpoints: Callable[[str], Path]):
     with pytest.raises(ConfigError, match=r"serve\.method=mtp: the model has no layer that predicts further tokens"):
         semantic_graph(config_of(checkpoints("llama")))
-    with pytest.raises(ConfigError, match=r"nothing says what the checkpoint calls 'mtp_embedding_norm'"):
+    with pytest.raises(ConfigError, match=r"nothing says what the checkpoint calls 'mtp_embedding_proj'"):
         semantic_graph(config_of(checkpoints("llama"), "model.mtp_layers=1"))

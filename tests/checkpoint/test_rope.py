@@ -165,8 +165,8 @@ def test_all_layer_types_may_have_other_names() -> None:
 
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_layer_types_without_full_attention_are_named(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"has main, compress and no full_attention$"):
-        normalize_rope({name: {"main": LOCAL, "compress": LINEAR}, "rope_theta": 1.0})
+    with pytest.raises(UnsupportedError, match=r"has first, compress and no full_attention$"):
+        normalize_rope({name: {"first": LOCAL, "compress": LINEAR}, "rope_theta": 1.0})
 
 
 @pytest.mark.parametrize(

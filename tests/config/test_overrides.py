@@ -264,7 +264,8 @@ def test_a_recipe_is_found_by_name(tmp_path: Path):
     (tmp_path / "recipes" / "mine.yaml").write_text("overrides: [seed=1]\n")
     assert rewrite(["recipe=mine"], config_dirs=[str(tmp_path)]) == ["seed=1"]
     with pytest.raises(
-        ConfigError, match=r"recipe=mien: .* \(did you mean mine\?\); recipes: deepseek_r1_tp8_mtp, demo, .*, mine, "
+        ConfigError,
+        match=r"recipe=mien: .* \(did you mean mine\?\); recipes: deepseek_r1_tp8_mtp, .*, demo, .*, mine, ",
     ):
         rewrite(["recipe=mien"], config_dirs=[str(tmp_path)])
 

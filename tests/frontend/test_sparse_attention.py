@@ -49,7 +49,7 @@ def test_the_choice_is_seen_from_where_a_query_may_not_choose_all(name: str, che
         ({"indexer_types": ["shared"] * 4}, "index.layers: the first layer shares what no layer before it chose"),
         ({"indexer_types": None, "index_topk_freq": 0}, "index.layers: 0 is not a number of layers from 1 to 512"),
         ({"indexer_types": None, "index_topk_pattern": "FXSF"}, "index.layers: X in FXSF is no type of layers; letters: F S"),
-        ({"index_head_dim": 6}, "model.attention.index.dim=6 is less than rope_dim=8"),
+        ({"index_head_dim": 6}, "model.attention.index.dim=6 is less than the 8 dims that turn"),
         ({"index_topk": 0}, "model.attention.index.top_k"),
         ({"q_lora_rank": None}, "model.attention.index: it reads the latent of queries, which have none"),
     ],

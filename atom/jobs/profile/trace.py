@@ -26,6 +26,8 @@ KINDS = {
             "attention|attn|attend|flash|fmha|norm_rope",
             "^_(decode|prefill|expand|unpack)$|(decode|prefill)_kernel",
             "^_(absorb|merge|merge_values|multiply_rest|write)_kernel$",  # of latents
+            "^_(score|select|stream|slots|chosen)_kernel$|^_(score|pick|unite)_blocks$|^_merge_parts$",  # of indexers
+            r"^_(pool|score)_runs$|\.(paged_compress|paged_index_topk|paged_index_blocks|write_index|write_mqa)$",
         ),
         "matrix": (
             r"linear|(?<!of_)experts|lora|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])",
@@ -43,6 +45,7 @@ KINDS = {
         "elementwise": (
             "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_unpack_",
             r"\.(embedding|add|mul|affine|scale|softcap|clamp|activate|gated_activate|xielu|rotary|rope)$",
+            r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|sinkhorn|mix_streams)$",  # of streams
         ),
         "step": (  # inputs, sampling and drafts
             "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize)$",

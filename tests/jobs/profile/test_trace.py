@@ -125,7 +125,7 @@ def test_names_of_kernels_by_kind_of_work(name: str, kind: str | None):
 FOLDERS = {  # of kernels: the kinds that they have
     "attention": {"attention"}, "recurrent": {"recurrent"}, "experts": {"matrix", "routing"},
     "linear": {"matrix", "elementwise"}, "step": {"step", "copy"}, "peers": {"collective"},
-    "hopper": {"attention", "matrix", "recurrent", "routing"}, "aiter": {"routing"},
+    "hopper": {"attention", "matrix", "recurrent", "routing"}, "aiter": {"routing"}, "triton": {"elementwise"},
 }  # fmt: skip
 
 

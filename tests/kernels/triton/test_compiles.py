@@ -202,7 +202,7 @@ for fmt, rows in itertools.product(formats, (14, 200, 1000)):
 """
 NAMES = {
     "decode": "_decode",
-    "compressed": "_pool _attend_both _score",
+    "compressed": "_pool_runs _attend_both _score_runs",
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",

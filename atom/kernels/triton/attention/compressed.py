@@ -44,7 +44,7 @@ def _find_row(starts, num_rows, token, BLOCK_S: tl.constexpr):
 
 
 @jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["starts", "lengths"])
-def _pool(
+def _pool_runs(
     cache, bias, table, starts, lengths, out, num_rows, table_stride, EVERY: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,7 +97,7 @@ def paged_compress(kv: Tensor, gate: Tensor, bias: Tensor, cache: PagedCache, ba
     dim, table, gpu = width // 2 if overlaps else width, batch.tables[cache.kind], find_gpu(kv.device)
     out = kv.new_empty(len(kv), dim)
     columns = min(COLUMNS, next_power_of_2(dim))
-    _pool[(len(kv), -(-dim // columns))](
+    _pool_runs[(len(kv), -(-dim // columns))](
         blocks, bias.contiguous(), table, batch.starts, batch.lengths, out, len(table), table.stride(0), every, dim,
         blocks.shape[1], overlaps, min(ROWS, next_power_of_2(every * (2 if overlaps else 1))), columns, COUNTED,
         num_warps=4, **gpu.options,
@@ -196,7 +196,7 @@ def paged_mqa_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tenso
 
 @jit(do_not_specialize=["num_rows", "table_stride", "first_token"],
      do_not_specialize_on_alignment=["starts", "lengths"])  # fmt: skip
-def _score(
+def _score_runs(
     q, weights, cache, table, starts, lengths, scores, num_rows, q_stride, weights_stride, table_stride, first_token,
     width, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
@@ -242,7 +242,7 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
     for first in range(0, tokens, at_once):
         num = min(at_once, tokens - first)
         scores = torch.empty(num, width, dtype=torch.float32, device=q.device)
-        _score[(num, -(-width // KEYS))](
+        _score_runs[(num, -(-width // KEYS))](
             q, weights, cache.blocks, table, batch.starts, batch.lengths, scores, len(table), q.stride(0),
             weights.stride(0), table.stride(0), first, width, heads, dim, batch.block_size, every,
             cache.blocks.shape[1], 16 if heads <= 16 else 32, KEYS, max(16, next_power_of_2(dim)), COUNTED,

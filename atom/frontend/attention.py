@@ -128,7 +128,7 @@ def norm_qk(writer: Writer, made: dict[str, Node], layer: int, weight_of_heads: 
 
 def more_of_scores(
     writer: Writer, attention: AttentionConfig, cache: KV, layer: int, kv_layer: int, selected: Node | None
-) -> list[Recipe | Node | None]:
+) -> list[Any]:
     """Further arguments of `ops.attention`, to the last one: sinks, scales of keys and values in fp8, slopes, ends, and
     what is selected."""
     sinks = sinks_of(writer, attention, layer)
@@ -139,9 +139,12 @@ def more_of_scores(
     if attention.alibi != "none":
         slopes = alibi_slopes(attention.heads, required(attention.scale) if attention.alibi == "scaled" else 1.0)
     more = [sinks, *scales, slopes, writer.ends.get(writer.model.layer_type(layer) or ""), selected]
-    while more and more[-1] is None:
-        more.pop()
-    return more
+    return without_last_nones(more)
+
+
+def without_last_nones(args: list[Any]) -> list[Any]:
+    """Arguments of an op to the last one that is given."""
+    return args[: max((place for place, arg in enumerate(args, 1) if arg is not None), default=0)]
 
 
 def sinks_of(writer: Writer, attention: AttentionConfig, layer: int) -> Recipe | None:
@@ -256,14 +259,14 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")
         k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope")
     cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))
-    more: list[Recipe | Node | None] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None]
+    more: list[Any] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None]
     if attention.index is not None:
         more.append(choose_entries(writer, h, required(q_a), attention.index, rotary, layer))
-    while more and more[-1] is None:
-        more.pop()
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
-    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *more, scale=scale, name="a")
+    a = writer.call(
+        ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *without_last_nones(more), scale=scale, name="a"
+    )
     gate = writer.call(ops.merge_heads, gates[0], name="gate") if gates else None
     return writer.linear(merge_gated(writer, a, h, attention, layer, gate), "o", model.hidden, attention.o_bias, layer)
 
@@ -308,14 +311,12 @@ def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     window = window_of(writer.model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (dim,)), window)
     k_scale = scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None
-    more: list[Recipe | KV | Node | None] = [sinks_of(writer, attention, layer), k_scale]
+    more: list[Any] = [sinks_of(writer, attention, layer), k_scale]
     attributes: dict[str, Any] = {"scale": required(attention.scale), "window": window}
     if attention.compress is not None:
         more += write_runs(writer, h, q_a, attention, rotary, layer)
         attributes["every"] = attention.compress.every
-    while more and more[-1] is None:
-        more.pop()
-    a = writer.call(ops.mqa_attention, q, kv, cache, *more, **attributes, name="a")
+    a = writer.call(ops.mqa_attention, q, kv, cache, *without_last_nones(more), **attributes, name="a")
     if rotary is not None:
         a = rotate_last(writer, a, required(rotary.back), rotary, "a")
     a = writer.call(ops.merge_heads, a, name="a")

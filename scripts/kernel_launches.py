@@ -333,7 +333,9 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
     folder.mkdir()
     described = json.loads((CONFIGS / f"{name}.json").read_text())
     text = described.get("text_config", described)
-    text["num_hidden_layers"] = layers = 2 + text.get("first_k_dense_replace", 0)
+    kinds = text.get("compress_ratios", ())  # by layer, of DeepSeek-V4
+    layers = max(2 + text.get("first_k_dense_replace", 0), *(kinds.index(each) + 1 for each in kinds), 0)
+    text["num_hidden_layers"] = layers
     if "layer_types" in text:
         text["layer_types"] = text["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps(described))
@@ -553,6 +555,7 @@ def attend_to_sums() -> None:
 def attend_to_chosen(arch: str) -> None:
     """What queries choose by an indexer, of short and long contexts, and latent attention to it."""
     from atom.graph import Batch, PagedCache
+    from atom.kernels.hopper.index_scores import paged_index_topk as hopper_topk
     from atom.kernels.hopper.latent import PagedLatentAttention as HopperAttention
     from atom.kernels.triton.attention.index_scores import write_index
     from atom.kernels.triton.attention.latent import PagedLatentAttention
@@ -574,7 +577,8 @@ def attend_to_chosen(arch: str) -> None:
             batch = Batch({"full": table}, slots, starts, starts[1:], decodes, queries)
             q, weights = zeros(tokens, 64, 128, dtype=dtype), zeros(tokens, 64, dtype=torch.float32)
             write_index(q, q[:, 0], keys, batch)
-            selected = paged_index_topk(q, weights, keys, batch, top_k=512)
+            for choose in (paged_index_topk, hopper_topk)[: 2 if arch == "sm_90" else 1]:
+                selected = choose(q, weights, keys, batch, top_k=512)
             q_nope, q_rope = zeros(tokens, heads, 192, dtype=dtype).split([128, 64], 2)
             kv_b = zeros(heads * 256, 512, dtype=dtype)
             for attention in (PagedLatentAttention, HopperAttention)[: 2 if arch == "sm_90" else 1]:

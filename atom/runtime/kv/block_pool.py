@@ -11,15 +11,16 @@ Of the cached blocks, some may be retained: `RetainedBlocks` has those that were
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 
+from atom.runtime.kv.eviction import EvictionOrder
 from atom.runtime.kv.explain import EvictionLog
 from atom.runtime.kv.files import KVFiles, digest_of
 from atom.runtime.kv.prefix_cache import Prefix, PrefixCache
 from atom.runtime.kv.retention import RetainedBlocks, RetentionLimits
 from atom.runtime.types import StateKind
 
+SKIPPED_SHARE = 0.25  # of a pool, for what windows have moved past; more of it is evicted first
 SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
 
 
@@ -47,7 +48,7 @@ class BlockPool:
         self.num_holders = [0] * num_blocks
         self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
         self.blank = list(range(num_blocks - 1, 0, -1))
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached = EvictionOrder(int(num_blocks * SKIPPED_SHARE))
         self.retained = RetainedBlocks(self.cached, num_blocks - 1, retention)
         self.host = host
         self.unwritten: set[int] = set()  # published ones that the step which is planned will write
@@ -68,7 +69,7 @@ class BlockPool:
     @property
     def newest_first(self) -> list[int]:
         """The free blocks with content: those that were retained, then the others, most recently used first."""
-        return [*reversed(self.retained.passed), *reversed(self.cached)]
+        return [*reversed(self.retained.passed), *self.cached.newest_first]
 
     def take(self, *, to_load: bool = False) -> int:
         """Take a free block. to_load: for a load from the host, which runs after the save of what the block held"""
@@ -81,7 +82,8 @@ class BlockPool:
             if self._log is not None:
                 self._log.add(self.name, self._prefix_of(block).key)
             self.drop(block)
-            self.cached.pop(block, None)
+            if block in self.cached:
+                self.cached.remove(block)
         self.num_holders[block] = 1
         return block
 
@@ -94,33 +96,34 @@ class BlockPool:
     def forget(self) -> None:
         """Drop all prefixes, and the copies that were to come with the next plan; no block is held."""
         self.retained.clear()
-        while self.cached:
-            block, _ = self.cached.popitem(last=False)
+        for block in list(self.cached):
+            self.cached.remove(block)
             self.drop(block)
             self.blank.append(block)
         self.saves, self.is_overwritten = [], False
 
     def discard(self, block: int) -> None:
         """Drop a cached block that is not retained; it is blank then."""
-        del self.cached[block]
+        self.cached.remove(block)
         self.drop(block)
         self.blank.append(block)
 
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
             if block in self.cached:
-                del self.cached[block]
+                self.cached.remove(block)
             else:
                 self.retained.take_back(block)
         self.num_holders[block] += 1
         return block
 
-    def release(self, block: int) -> None:
+    def release(self, block: int, *, is_skipped: bool = False) -> None:
+        """Give up a hold. is_skipped: the window of its holder has moved past the block"""
         self.num_holders[block] -= 1
         if self.num_holders[block]:
             return
         if self.prefix[block]:
-            self.cached[block] = None
+            self.cached.add(block, is_skipped=is_skipped)
         else:
             self.blank.append(block)
 
@@ -165,7 +168,7 @@ class BlockPool:
         prefix, host = self._prefix_of(block), self.host
         if host is None or host.name in prefix.blocks or not host.can_refill:
             return False
-        copy = host.refill(prefix)
+        copy = host.refill(prefix, is_skipped=self.cached.is_skipped(block))
         self.retained.copy_claims(block, host.retained, copy)
         self.saves.append((block, copy))
         return True
@@ -202,11 +205,14 @@ class HostPool(BlockPool):
         found = self.retained.find_next()
         return found is not None and found not in self.fresh
 
-    def refill(self, prefix: Prefix, content: object = None) -> int:
-        """Take a block for the content of a prefix. content: read from a file; None: a save brings it"""
+    def refill(self, prefix: Prefix, content: object = None, *, is_skipped: bool = False) -> int:
+        """Take a block for the content of a prefix, in `release`'s queue.
+
+        content: read from a file; None: a save brings it
+        """
         block = self.take()
         self.publish(block, prefix)
-        self.release(block)
+        self.release(block, is_skipped=is_skipped)
         self.fresh.add(block)
         if content is not None:
             self._fills.append((block, content))

@@ -499,7 +499,7 @@ class KVCache:
             first, stop = known.get(pool.name, 0), min(pool.kind.first_visible(query), len(table))
             for index in reversed(range(first, stop)):
                 if table[index]:
-                    pool.release(table[index])
+                    pool.release(table[index], is_skipped=True)
                     table[index] = 0
             known[pool.name] = max(first, stop)
 

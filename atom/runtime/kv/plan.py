@@ -15,7 +15,7 @@ from atom.runtime.types import StateKind
 
 SLOT_SHARE = 0.55  # of slots and pools, for slots of recurrent state
 STATE_SHARES = 0.1, 0.5  # of the pools, for copies of recurrent state: at least and at most
-COPY_TOKENS = 8192  # of KV, for which there is a copy of recurrent state: a turn of a conversation
+COPY_TOKENS = 8192  # of KV, for which there is a copy of recurrent state, or a window: a turn of a conversation
 MIN_COPIES = 2  # with block 0
 
 
@@ -119,8 +119,9 @@ def plan_blocks(
 ) -> dict[str, int]:
     """The number of blocks of each pool of a kind with an entry for each token, including block 0.
 
-    All kinds get the same number, but one that keeps a part of each sequence no more than `max_num_seqs` sequences and
-    a step can fill.
+    All kinds get the same number, but one that keeps a part of each sequence no more than a step can fill, and so many
+    sequences: `max_num_seqs`, or one for each COPY_TOKENS of the others, so that what is kept of conversations can be
+    continued.
 
     memory_bytes: the size of all pools together; None: see num_blocks
     num_blocks: of each pool, without block 0
@@ -130,13 +131,11 @@ def plan_blocks(
     """
     max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
     step_blocks = -(-max_step // block_size)
-    useful = {
-        kind.name: limits.max_num_seqs * kind.blocks(max_model_len) + step_blocks
-        for kind in kinds
-        if not kind.rule.keeps_all
-    }
+    of_sequence = {kind.name: kind.blocks(max_model_len) for kind in kinds if not kind.rule.keeps_all}
 
     def equal(count: int) -> dict[str, int]:
+        num_sequences = max(limits.max_num_seqs, count * block_size // COPY_TOKENS)
+        useful = {name: num_sequences * blocks + step_blocks for name, blocks in of_sequence.items()}
         return {kind.name: 1 + min(-(-count // kind.stride), useful.get(kind.name, count)) for kind in kinds}
 
     minimum = one_sequence(kinds, block_size, limits)

@@ -27,6 +27,7 @@ from itertools import count, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from atom.runtime.kv.eviction import EvictionOrder
 from atom.runtime.kv.prefix_cache import Prefix
 from atom.runtime.types import RetainedPrefix, Sequence, StateKind
 from atom.sampling_params import SamplingParams
@@ -65,9 +66,9 @@ class Claim(NamedTuple):
 class RetainedBlocks:
     """The claims to the blocks of a pool, and the free ones that were passed over."""
 
-    def __init__(self, cached: OrderedDict[int, None], num_blocks: int, limits: RetentionLimits) -> None:
+    def __init__(self, cached: EvictionOrder, num_blocks: int, limits: RetentionLimits) -> None:
         """
-        cached: the pool's free blocks with content, least recently used first; passed over, they are here instead
+        cached: the pool's free blocks with content; passed over, they are here instead
         num_blocks: of the pool
         """
         self.max_by_key = int(num_blocks * min(limits.share, ALL_KEYS))
@@ -139,12 +140,9 @@ class RetainedBlocks:
     def find_next(self) -> int | None:
         """The cached block that is evicted next; None if there is none that is not retained."""
         self._expire()
-        while self._cached:
-            block = next(iter(self._cached))
-            if not self._pass_over(block):
-                return block
-            del self._cached[block]
-        return None
+        while (block := self._cached.first) is not None and self._pass_over(block):
+            self._cached.remove(block)
+        return block
 
     def find_least(self) -> int:
         """The block that is given up first, of those that were passed over; at least one was."""
@@ -192,8 +190,7 @@ class RetainedBlocks:
     def _put_back(self, blocks: list[int]) -> None:
         """Make blocks that were passed over the next to be evicted, in this order."""
         for block in reversed(blocks):
-            self._cached[block] = None
-            self._cached.move_to_end(block, last=False)
+            self._cached.add_first(block)
 
     def _push(self, deadline: float, key: str, blocks: list[int]) -> None:
         """Have a key's claims to blocks looked at again at this time."""

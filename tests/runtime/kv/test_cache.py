@@ -281,7 +281,7 @@ def test_a_hit_needs_each_block_of_the_window_before_it_and_no_other() -> None:
 
     def lose(index: int) -> None:  # as if its block of the window had been taken
         block = path[index].blocks["window"]
-        del pool.cached[block]
+        pool.cached.remove(block)
         pool.prefix[block] = None
         cache.prefixes.forget(path[index], "window")
         pool.blank.append(block)

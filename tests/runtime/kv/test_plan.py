@@ -32,6 +32,13 @@ def test_a_window_kind_gets_what_it_can_use_and_full_kinds_the_rest() -> None:
     assert small == {"full": 26, "window": 26}
 
 
+def test_kept_conversations_have_room_for_their_windows() -> None:
+    """One for each 8,192 tokens of the other KV, if those are more than sequences run at a time."""
+    window = window_kind(9)
+    blocks = plan([FULL, window], num_blocks=100 * 8192 // 4)
+    assert blocks["window"] == 1 + 100 * window.blocks(100) + 10
+
+
 def test_entries_of_several_blocks_of_tokens_take_their_part_of_the_memory() -> None:
     kinds = [FULL, every_kind(2, 5), every_kind(16, 1)]  # 4 blocks of 40 and 20 bytes for one of 16
     assert plan(kinds, memory_bytes=40 * 101 + 20 * 101 + 16 * 26) == {"full": 101, "every_2": 101, "every_16": 26}

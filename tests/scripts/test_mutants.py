@@ -147,6 +147,7 @@ def test_each_fault_applies_and_names_tests_that_exist(path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_the_tests_catch_the_faults_of_the_list():
     assert len(read_mutants(ROOT)) > 50
     assert main([]) == 0

@@ -14,7 +14,15 @@ from atom.kernels.cpp.build import FLAGS, FOLDER, SOURCES, find_compiler
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instruction sets of x86-64")
 
 
-@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "instructions",
+    [
+        pytest.param("x86-64", marks=pytest.mark.slow),
+        "x86-64-v3",
+        pytest.param("x86-64-v4", marks=pytest.mark.slow),
+        "sapphirerapids",
+    ],
+)
 def test_sources_are_valid_for(instructions: str) -> None:
     """Without AVX, with AVX2, AVX512, and AVX512 of 16 bits: a library that does not compile only makes atom slower."""
     compiler = find_compiler()

@@ -95,6 +95,7 @@ def rename(folder: Path, names: dict[str, str], **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**about, **fields}))
 
 
+@pytest.mark.slow
 def test_other_names_of_tensors_and_fields_are_found(tmp_path: Path, capsys: Any):
     model = save(tmp_path / "new")
     rename(tmp_path / "new", RENAMED, **FIELDS)
@@ -163,6 +164,7 @@ def test_a_known_checkpoint_is_said_to_be_known_and_a_draft_takes_no_name_of_a_f
     assert "my_conf/model/my_llama.yaml" in out, "a shipped file of this name would be read in its place"
 
 
+@pytest.mark.slow
 def test_without_weights_names_are_taken_from_the_index_or_only_the_config_is_read(tmp_path: Path, capsys: Any):
     save(tmp_path / "new", "StableLmConfig")
     weights = tmp_path / "new" / "model.safetensors"

@@ -1021,6 +1021,7 @@ def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, vis
     expect(opened.page.locator(".assistant .meta")).to_have_text("stopped")
 
 
+@pytest.mark.slow
 def test_a_screen_reader_gets_whole_answers(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page

@@ -1,4 +1,4 @@
-"""What long prompts leave behind does not push out what idle conversations need."""
+"""What windows have moved past does not push out what idle conversations need."""
 
 from __future__ import annotations
 

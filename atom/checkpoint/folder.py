@@ -191,7 +191,7 @@ def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
         own = {
             key: value
             for key, value in config[at].items()
-            if value is not None and not (key in OF_WHOLE and key in config)
+            if key not in config or (value is not None and key not in OF_WHOLE)
         }
         return {key: value for key, value in config.items() if key != at} | own
     return {**inner, **config} if isinstance(inner, dict) else config

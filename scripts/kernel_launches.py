@@ -64,6 +64,7 @@ WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all
 ALIKE = (
     "deepseek_v3",
     "glm_4_5_air",
+    "glm_5_3_flash",
     "gpt_oss_120b",
     "kimi_k2",
     "qwen3_32b",
@@ -583,6 +584,26 @@ def attend_to_chosen(arch: str) -> None:
             kv_b = zeros(heads * 256, 512, dtype=dtype)
             for attention in (PagedLatentAttention, HopperAttention)[: 2 if arch == "sm_90" else 1]:
                 attention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, scale=0.1)
+        attend_without_rope(dtype)
+
+
+def attend_without_rope(dtype: torch.dtype) -> None:
+    """Latent attention to tokens of chosen runs, and to all, of keys that have no rotated dims."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.triton.attention.compressed import run_tokens
+    from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
+
+    cache = PagedCache(zeros(4, 64, 512, dtype=dtype), "full")
+    for width, (tokens, decodes) in itertools.product((16, 512), ((4, 4), (600, 0))):
+        numbers, slots = zeros(5, width, dtype=torch.int32), {"full": zeros(tokens, dtype=torch.int64)}
+        batch = Batch({"full": numbers[:4]}, slots, numbers[0, :5], numbers[0, :4], decodes)
+        q_nope, q_rope = zeros(tokens, 64, 256, dtype=dtype).split([256, 0], 2)
+        latent, k_rope = zeros(tokens, 512, dtype=dtype).split([512, 0], 1)
+        q_rope = norm_rope_write_latent(q_rope, latent, k_rope.unsqueeze(1), None, None, None, cache, batch)
+        runs = zeros(tokens, 1, 512, dtype=torch.int32)
+        selected = run_tokens(runs, zeros(tokens, dtype=torch.int64), every=4)
+        kv_b = zeros(64 * 512, 512, dtype=dtype)
+        PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch, None, selected, scale=0.1)
 
 
 def multiply_by_many_experts(arch: str) -> None:

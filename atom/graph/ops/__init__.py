@@ -97,7 +97,7 @@ from atom.graph.ops.moe import (
 )
 from atom.graph.ops.mqa import mqa_attention, paged_mqa_attention, write_mqa
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
-from atom.graph.ops.sparse import index_topk, paged_index_topk, write_index
+from atom.graph.ops.sparse import index_topk, paged_index_topk, run_tokens, write_index
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
 from atom.graph.ops.streams import sinkhorn, stream_logits
 from atom.graph.ops.vision import (
@@ -128,7 +128,7 @@ __all__ = [
     "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_compress", "paged_index_blocks",
     "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters", "place_rows", "plain_experts",
     "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",
-    "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
+    "router", "row_shape", "run_batch", "run_tokens", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
     "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay",
     "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step", "token_router", "weigh_inputs",
     "write_index", "write_mqa", "xielu",

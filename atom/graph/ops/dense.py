@@ -239,8 +239,8 @@ def pad(x: Tensor, *, size: int) -> Tensor:
 
 
 def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:
-    are_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
-    need(are_sizes, f"sizes={sizes!r} is no list of whole numbers from 1")
+    are_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size >= 0 for size in sizes)
+    need(are_sizes, f"sizes={sizes!r} is no list of whole numbers")
     need(sum(sizes) == x.shape[-1], f"sizes {list(sizes)} do not add up to {x.shape[-1]}")
     return tuple(x.with_last(size) for size in sizes)
 

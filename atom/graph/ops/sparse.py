@@ -7,7 +7,11 @@ An indexer scores the tokens before a query with few, small heads, and the query
     a = paged_mla_attention(q_nope, q_rope, W("kv_b"), KV("0", …), batch, None, selected, scale=…)
 
 What is selected is i32[T, G, k]: of each query, for each of G groups of heads, its entries in any order, and then -1.
-It is a value as any other, which later layers may read too. Entries are tokens, or runs of `every` tokens each.
+It is a value as any other, which later layers may read too. Entries are tokens, or runs of `every` tokens each. To
+attend to the tokens of runs takes `run_tokens`, which adds those that no whole run has yet:
+
+    runs = paged_index_topk(q, weights, KV("0", bf16[128], every=4, part="index"), batch, top_k=512, every=4)
+    selected = run_tokens(runs, positions, every=4)
 
 Shapes by letter: M heads of the indexer, D their dims, E of an entry: D, or in fp8 the D bytes of a key and those of
 its scale in float32.
@@ -146,3 +150,26 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
         keys = from_index_entries(entries_of(cache, batch, row, every=every))
         out[own] = _choose_last(q[own], keys, weights[own], top_k, int(batch.lengths[row]), every)
     return out
+
+
+def _run_tokens(selected: Type, positions: Type, *, every: int) -> Type:
+    need(selected.dtype == "i32" and len(selected.shape) == 3, f"the runs that are selected are {selected}")
+    need(positions == Type("i64", selected.shape[:1]), f"positions are {positions} for runs {selected}")
+    need(every > 1, f"a run of {every} tokens")
+    return selected.with_last(int(selected.shape[-1]) * every + every - 1)
+
+
+@op(_run_tokens)
+def run_tokens(selected: Tensor, positions: Tensor, *, every: int) -> Tensor:
+    """The tokens of the runs that are selected for each query, and of those after the last whole run up to its own.
+
+    selected i32[T, G, k], numbers of runs and then -1, positions i64[T] -> i32[T, G, k * every + every - 1], positions
+    and then -1: first of the tokens that no whole run has, which are fewer than a run's
+    """
+    num = selected.shape[2] * every + every - 1
+    ended = (positions + 1) // every * every  # the tokens that whole runs have
+    num_rest = (positions + 1 - ended).view(-1, 1, 1)
+    places = torch.arange(num, device=selected.device) - num_rest  # among the tokens of runs; below 0: of the rest
+    runs = selected.gather(2, (places.clamp(0, num - every) // every).expand(-1, selected.shape[1], -1))
+    tokens = torch.where((runs < 0) | (places > num - every), -1, runs * every + places % every)
+    return torch.where(places < 0, ended.view(-1, 1, 1) + places + num_rest, tokens).int()

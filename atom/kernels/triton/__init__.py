@@ -482,6 +482,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_index_topk, _load_index, accepts_topk),
     _kernel(ops.segment_attention, _load_segments, accepts_heads),
     _kernel(ops.paged_compress, _load_compressed),
+    _kernel(ops.run_tokens, _load_compressed),
     _by_torch(ops.write_mqa),
     _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
     _kernel(ops.attend_residuals, _load_residuals, accepts_residuals),

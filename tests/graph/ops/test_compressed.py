@@ -224,17 +224,38 @@ def module_rope(x: Tensor, positions: Tensor, name: str) -> Any:
     return deepseek_v4.DeepseekV4RotaryEmbedding(CONFIG)(x, position_ids=positions, layer_type=name)
 
 
-def test_pooled_index_keys_are_those_of_glm5_next():
-    every = 4
+def glm5_next_indexer(every: int, num: int) -> Any:
     config = Glm5NextTextConfig(
-        hidden_size=HIDDEN, index_n_heads=2, index_head_dim=INDEX_DIM, index_kpool=every, q_lora_rank=12, num_hidden_layers=1,
-        index_topk=8,
+        hidden_size=HIDDEN, index_n_heads=HEADS, index_head_dim=INDEX_DIM, index_kpool=every, q_lora_rank=12,
+        num_hidden_layers=1, index_topk=num * every,
     )  # fmt: skip
     torch.manual_seed(0)
-    module, k, gate = glm5_next.Glm5NextTextIndexer(config, 0), torch.randn(15, INDEX_DIM), torch.randn(15, INDEX_DIM)
-    torch.nn.init.normal_(module.index_kpool_compress_ape)
-    bias = module.index_kpool_compress_ape.data
+    module = glm5_next.Glm5NextTextIndexer(config, 0)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    return module
+
+
+def test_pooled_index_keys_are_those_of_glm5_next():
+    every = 4
+    module, k, gate = glm5_next_indexer(every, 2), torch.randn(15, INDEX_DIM), torch.randn(15, INDEX_DIM)
     with torch.inference_mode():
         expected, *_ = module.get_pooled_states(torch.cat((k, gate, torch.ones(15, 1)), -1)[None])
-    made = ops.compress(k, gate, bias, None)
+    made = ops.compress(k, gate, module.index_kpool_compress_ape.data, None)
     torch.testing.assert_close(made[every - 1 :: every], expected[0])
+
+
+@pytest.mark.parametrize(("every", "num"), [(4, 2), (3, 5)])
+@torch.inference_mode()
+def test_the_tokens_of_chosen_runs_are_those_of_glm5_next(every: int, num: int):
+    module, x, latent = glm5_next_indexer(every, num), torch.randn(30, HIDDEN), torch.randn(30, 12)
+    expected = module(x[None], latent[None], torch.ones(1, 30).bool(), None)[0]
+    k = module.k_norm(module.wk(x))
+    pooled = ops.compress(k, x @ module.index_kpool_compress_gate.T, module.index_kpool_compress_ape.data, None)
+    q, weights = module.wq_b(latent).view(-1, HEADS, INDEX_DIM), module.weights_proj(x)
+    runs = ops.index_topk(q, pooled, weights, None, top_k=num, every=every)
+    tokens = checked(ops.run_tokens, runs, torch.arange(30), every=every)[:, 0]
+    assert tokens.shape == expected.shape == (30, num * every + every - 1)
+    assert sets(tokens) == sets(expected)
+    num_listed = (tokens >= 0).sum(1, keepdim=True)
+    assert torch.equal(tokens >= 0, torch.arange(tokens.shape[1]) < num_listed), "what is not there comes last"

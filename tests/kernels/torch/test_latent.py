@@ -24,7 +24,7 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> LatentCase:
     prefills = draw(
         st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80)), min_size=0 if decodes else 1, max_size=3)
     )
-    rank, rotated = draw(st.sampled_from([(1, 2), (12, 6), (35, 10), (40, 14)]))
+    rank, rotated = draw(st.sampled_from([(1, 2), (12, 6), (35, 10), (40, 14), (18, 0)]))
     return make_latent_case(
         decodes, [(num, num + before) for num, before in prefills], heads=draw(st.sampled_from([1, 3, 16])), rank=rank,
         rotated=rotated, plain=draw(st.sampled_from([1, 7, 12])), value=draw(st.sampled_from([1, 9, 12])),

@@ -118,8 +118,9 @@ def _chosen_kernel(q, q_rope, cache, keys, k_scale, slots, counts, out, weights,
     columns, dims = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
     is_value = is_head[:, None] & (columns < RANK)[None, :]
     q_latents = tl.load(q + places[:, None] * RANK + columns[None, :], mask=is_value, other=0.0)
-    rope_rows = q_rope + token.to(tl.int64) * q_stride + heads[:, None] * head_stride
-    q_rotated = tl.load(rope_rows + dims[None, :], mask=is_head[:, None] & (dims < ROTATED)[None, :], other=0.0)
+    if ROTATED > 0:
+        rope_rows = q_rope + token.to(tl.int64) * q_stride + heads[:, None] * head_stride
+        q_rotated = tl.load(rope_rows + dims[None, :], mask=is_head[:, None] & (dims < ROTATED)[None, :], other=0.0)
 
     best = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -138,11 +139,14 @@ def _chosen_kernel(q, q_rope, cache, keys, k_scale, slots, counts, out, weights,
         if BLOCK_R != ROTATED:
             is_rotated = is_rotated & (dims < ROTATED)[None, :]
         latents = tl.load(entries + columns[None, :], mask=is_there, other=0.0).to(q_latents.dtype)
-        rotated = tl.load(key_entries + dims[None, :], mask=is_rotated, other=0.0).to(q_rotated.dtype)
+        if ROTATED > 0:
+            rotated = tl.load(key_entries + dims[None, :], mask=is_rotated, other=0.0).to(q_rotated.dtype)
         scores = tl.dot(q_latents, tl.trans(latents), input_precision="ieee")
         if k_scale is not None:
             scores *= k_scale
-        scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee") * scale
+        if ROTATED > 0:
+            scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee")
+        scores *= scale
         scores = tl.where(is_chosen[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         shares = tl.exp2(scores - higher[:, None])

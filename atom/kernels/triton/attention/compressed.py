@@ -2,6 +2,7 @@
 
     pooled = paged_compress(kv, gate, bias, cache, batch, overlaps=True)
     selected = paged_index_topk(index_q, weights, keys, batch, top_k=512, every=4)
+    tokens = run_tokens(selected, positions, every=4)    # that latent attention attends to
     a = paged_mqa_attention(q, cache, batch, sinks, None, runs, selected, scale=0.04, window=128, every=4)
 
 A program of either has a token, whose sequence and position it finds by counting, so that a launch depends on the
@@ -30,6 +31,7 @@ COLUMNS = 64  # of an entry that a program pools
 ROWS = 32  # tokens at a time, and keys
 KEYS = 64  # of an indexer at a time
 SCORES = 1 << 26  # in memory at a time
+TOKENS = 1024  # that a program finds
 
 
 @jit
@@ -251,4 +253,36 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
         best = scores.topk(min(top_k, width))
         ids = best.indices.masked_fill(best.values == float("-inf"), -1)
         out[first : first + num, 0, : ids.shape[1]] = ids.int()
+    return out
+
+
+@jit
+def _run_tokens_kernel(runs, positions, out, GROUPS: tl.constexpr, TOP_K: tl.constexpr, EVERY: tl.constexpr,
+                       WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some tokens of a row: those that no whole run has, then those of the runs that are selected."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    seen = tl.load(positions + row // GROUPS) + 1
+    ended = seen // EVERY * EVERY
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = columns - (seen - ended)  # among the tokens of runs
+    is_of_run = (places >= 0) & (places < TOP_K * EVERY)
+    run = tl.load(runs + row * TOP_K + places // EVERY, mask=is_of_run, other=-1)
+    token = tl.where(run < 0, -1, run * EVERY + places % EVERY)
+    token = tl.where(places < 0, ended + columns, token)
+    tl.store(out + row * WIDTH + columns, token.to(tl.int32), mask=columns < WIDTH)
+
+
+def run_tokens(selected: Tensor, positions: Tensor, *, every: int) -> Tensor:
+    """selected i32[T, G, k], positions i64[T] -> i32[T, G, k * every + every - 1]"""
+    assert selected.is_contiguous() and positions.is_contiguous(), "rows have gaps"
+    tokens, groups, top_k = selected.shape
+    width = top_k * every + every - 1
+    out = selected.new_empty(tokens, groups, width)
+    block = min(TOKENS, next_power_of_2(width))
+    if tokens:
+        _run_tokens_kernel[(tokens * groups, -(-width // block))](
+            selected, positions, out, GROUPS=groups, TOP_K=top_k, EVERY=every, WIDTH=width, BLOCK=block,
+            **find_gpu(selected.device).options,
+        )  # fmt: skip
     return out

@@ -296,10 +296,11 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, keys, k_scale, 
         slot = tl.load(slots + token) + row
         store_rotated(latent + token * latent_stride + row, cache + slot * ENTRY, k_scale, token + row, row == 0, cos,
                      sin, norm, EPS, INTERLEAVED, RANK, 0)  # fmt: skip
-        rotated_key = keys + slot * KEY_ENTRY + (KEY_ENTRY - ROTATED)
-        store_rotated(k_rope + token * k_stride + row, rotated_key, None, token + row, row == 0, cos, sin, None, EPS,
-                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
-    else:
+        if ROTATED > 0:
+            rotated_key = keys + slot * KEY_ENTRY + (KEY_ENTRY - ROTATED)
+            store_rotated(k_rope + token * k_stride + row, rotated_key, None, token + row, row == 0, cos, sin, None,
+                         EPS, INTERLEAVED, ROTATED, HALF)  # fmt: skip
+    elif HALF > 0:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride
         places = rotated + (token * HEADS + heads) * ROTATED
@@ -384,8 +385,9 @@ def _attend_tile(
 
     is_value = is_row[:, None] & (columns < RANK)[None, :]
     q_latents = tl.load(q + places[:, None] * RANK + columns[None, :], mask=is_value, other=0.0)
-    rope_rows = q_rope + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * head_stride
-    q_rotated = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
+    if ROTATED > 0:
+        rope_rows = q_rope + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * head_stride
+        q_rotated = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
 
     best = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -402,12 +404,16 @@ def _attend_tile(
         following = positions + BLOCK_N  # its blocks are looked up one iteration ahead of the entries
         block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
         latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)
-        rotated = tl.load(key_entries + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
-        latents, rotated = latents.to(q_latents.dtype), rotated.to(q_rotated.dtype)
+        latents = latents.to(q_latents.dtype)
+        if ROTATED > 0:
+            rotated = tl.load(key_entries + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
+            rotated = rotated.to(q_rotated.dtype)
         scores = tl.dot(q_latents, tl.trans(latents), input_precision="ieee")
         if k_scale is not None:
             scores *= k_scale
-        scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee") * scale
+        if ROTATED > 0:
+            scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee")
+        scores *= scale
         is_seen = (positions[None, :] <= newest[:, None]) & (positions < stop)[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))

@@ -112,6 +112,16 @@ def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads,
     assert torch.equal(made < 0, expected < 0), "those chosen come first"
 
 
+@pytest.mark.parametrize(("groups", "every"), [(1, 4), (2, 3)])
+def test_the_tokens_of_runs_are_those_of_the_reference(triton_device, groups, every, monkeypatch):
+    monkeypatch.setattr(compressed, "TOKENS", 16)  # of a program: of a row there are 20, or 29
+    positions = torch.tensor([0, every - 1, every, 5 * every + 1, 40])
+    runs = torch.tensor([[-1] * 4, [0, -1, -1, -1], [0, -1, -1, -1], [3, 0, 4, 2], [1, 7, -1, -1]]).int()
+    selected = torch.stack([runs.roll(group, 0) for group in range(groups)], 1)
+    made = compressed.run_tokens(selected.to(triton_device), positions.to(triton_device), every=every)
+    assert torch.equal(made.cpu(), ops.run_tokens.body(selected, positions, every=every))
+
+
 def test_a_layer_without_runs_attends_to_its_window(triton_device):
     args, _ = attention_case(4, 16, 5, 16, None, (30,), [(9, 30)])
     args, attributes = [*args[:3], None], {"scale": 0.3, "window": 6}

@@ -47,7 +47,7 @@ def check(case: LatentCase, device: str, scale: float = 0.3) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("heads", "rank", "rotated", "plain", "value", "block_size"), [
-    (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 35, 10, 12, 12, 16),
+    (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 35, 10, 12, 12, 16), (4, 18, 0, 12, 10, 16),
 ])  # fmt: skip
 def test_decodes_and_chunks_of_prompts_equal_the_reference(
     heads, rank, rotated, plain, value, block_size, dtype, splits, triton_device

@@ -144,13 +144,14 @@ def choose(case: Any, top_k: int) -> torch.Tensor:
     return selected
 
 
-@pytest.mark.parametrize(("decodes", "prompts", "query_len"), [
-    ([1, 33, 70, 16, 17], [], 1), ([33, 20], [(7, 30), (23, 23)], 1), ([60, 3, 20], [(7, 30)], 3),
+@pytest.mark.parametrize(("decodes", "prompts", "query_len", "rotated"), [
+    ([1, 33, 70, 16, 17], [], 1, 8), ([33, 20], [(7, 30), (23, 23)], 1, 8), ([60, 3, 20], [(7, 30)], 3, 8),
+    ([33, 20], [(7, 30)], 1, 0),
 ])  # fmt: skip
-def test_queries_attend_to_what_they_chose(decodes, prompts, query_len, parts, monkeypatch, triton_device):
+def test_queries_attend_to_what_they_chose(decodes, prompts, query_len, rotated, parts, monkeypatch, triton_device):
     monkeypatch.setattr(latent, "ABSORBED_BYTES", 3 * 18 * 4 * 11)
     counts = [(query_len, length) for length in decodes]
-    case = make_latent_case([], [*counts, *prompts], heads=3, rank=18, rotated=8, plain=12, value=10)
+    case = make_latent_case([], [*counts, *prompts], heads=3, rank=18, rotated=rotated, plain=12, value=10)
     case = change(case, num_decodes=len(decodes), query_len=query_len)
     selected, attention = choose(case, 20), PagedLatentAttention()
     out = attention(*move(case, triton_device), None, selected.to(triton_device), scale=0.3).cpu()

@@ -263,6 +263,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
     if attention.index is not None and attention.index.layers is not None:
         check_count(attention.index.layers, model.stored_layers, f"{at}.index.layers")
+        check_shared_choices(model, attention.index.layers, at)
     if attention.k_is_v and (attention.qkv_chunks > 1 or attention.adapter_rank is not None):
         raise UnsupportedError(f"{at}.k_is_v=true: with qkv_chunks or adapter_rank, values are stored; leave it out")
     check_ropes_by_type(config, attention, at)
@@ -291,8 +292,19 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
 
 def types_of_attention(model: ModelConfig, at: str) -> set[str | None]:
     """The types of the layers that have an attention, which its key names."""
+    return {model.layer_type(layer) for layer in layers_of_attention(model, at)}
+
+
+def layers_of_attention(model: ModelConfig, at: str) -> list[int]:
     name = "attention" if at == "model.attention" else at.split(".")[2]
-    return {model.layer_type(layer) for layer in range(model.layers) if name in model.branches_of(layer)}
+    return [layer for layer in range(model.layers) if name in model.branches_of(layer)]
+
+
+def check_shared_choices(model: ModelConfig, words: Sequence[str], at: str) -> None:
+    """Check that a layer chooses ahead of those that share a choice. words: of the stored layers"""
+    first = next((words[model.layer_like(layer)] for layer in layers_of_attention(model, at)), None)
+    if first == "shared":
+        raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
 
 
 def check_ropes_by_type(config: Config, attention: AttentionConfig, at: str) -> None:
@@ -383,7 +395,7 @@ def check_streams(model: ModelConfig) -> None:
         has = "needs a number" if model.streams.layers is None else "has none"
         raise ConfigError(f"model.streams.layers={spelled(model.streams.layers)}: kind {kind} {has}")
     if kind != "hyper":
-        for name in ("rounds", "eps", "write_scale", "write_eps", "merge"):
+        for name in ("rounds", "eps", "write_scale", "write_eps", "merge", "in_mtp"):
             if (value := getattr(model.streams, name)) != getattr(StreamsConfig, name):
                 raise ConfigError(f"model.streams.{name}={spelled(value)} is for kind hyper, not for kind {kind}")
     if kind == "one":
@@ -581,6 +593,8 @@ def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
     if index.block is not None and not by_block:
         chosen = "tokens" if attention.kind == "mla" else "runs"
         raise UnsupportedError(f"{at}.index.block={index.block}: kind {attention.kind} chooses {chosen}; leave it out")
+    if index.every > 1 and attention.kind != "mla":
+        raise UnsupportedError(f"{at}.index.every={index.every} is for kind mla, not for kind {attention.kind}")
     words = {"mla": ("full", "shared"), "gqa": ("full", "none"), "mqa": ("full",)}[attention.kind]
     unknown = {*(index.layers or ())} - {*words}
     if unknown:
@@ -601,8 +615,9 @@ def check_index_dim(attention: AttentionConfig, rope: RopeConfig, at: str) -> No
 def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -> None:
     if attention.q_rank is None:
         raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
-    if index.layers and index.layers[0] == "shared":
-        raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
+    if index.every > 1 and attention.rope.kind != "none":
+        every = f"{at}.index.every={index.every}"
+        raise UnsupportedError(f"{every}: keys of runs are of layers without positions; set {at}.rope.kind=none")
 
 
 def check_block_index(attention: AttentionConfig, index: IndexConfig, at: str, kv_heads: int) -> None:

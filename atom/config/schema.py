@@ -122,7 +122,8 @@ class IndexConfig:
 
     heads: int = number(0, 1, INT32)  # of queries; they share the keys. gqa: each chooses for its part of kv_heads
     dim: int = number(0, 1, INT32)  # dims of a head
-    top_k: int = number(0, 1, INT32)  # tokens that a query attends to; gqa: blocks
+    top_k: int = number(0, 1, INT32)  # tokens that a query attends to, or runs of `every`; gqa: blocks
+    every: int = number(1, 1, INT32)  # mla: tokens of a run, which has one key and is chosen as a whole; 1: no runs
     block: int | None = number(None, 1, INT32)  # gqa: tokens that are chosen as a whole, by the best of their keys
     local: int = number(1, 1, INT32)  # gqa: blocks that are always chosen, a query's own and those before it
     interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
@@ -176,7 +177,7 @@ class AttentionConfig:
     o_groups: int = number(1, 1, INT32)  # mqa: of heads, each with a linear of its own ahead of o
     kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
     nope_dim: int | None = number(None, 1, INT32)  # mla: dims of a head that have no position
-    rope_dim: int | None = number(None, 1, INT32)  # mla: rotated dims of a head, one key for all of them
+    rope_dim: int | None = number(None, 0, INT32)  # mla: rotated dims of a head, one key for all of them; 0: none
     value_dim: int | None = number(None, 1, INT32)  # dims of a head's values; null: head_dim
     rope: RopeConfig = field(default_factory=RopeConfig)  # mqa: of the last dims of a head
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
@@ -377,6 +378,9 @@ class StreamsConfig:
     write_scale: float = number(2.0, 0, above=True)  # hyper: the most of a block's result that a stream takes
     write_eps: float = number(0.0, 0)  # hyper: added to that
     merge: str = one_of("weighted", "mean")  # hyper: how the last layer's become one; weighted: as blocks read them
+    in_mtp: bool = (
+        True  # hyper: layers that predict further tokens have them, too; false: these read what the head does
+    )
 
 
 @dataclass

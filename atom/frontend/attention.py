@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.config import AttentionConfig, IndexConfig, ModelConfig, RopeConfig
+from atom.config import AttentionConfig, CompressConfig, IndexConfig, ModelConfig, RopeConfig
 from atom.frontend.cca import project_cca
-from atom.frontend.compressed import write_runs
+from atom.frontend.compressed import pool_by_gate, write_runs
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import Rotary, rope_freqs, rotary_scale, rotate, rotate_halves, rotate_last
 from atom.frontend.writer import Writer, required
@@ -272,11 +272,11 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
 
 
 def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:
-    """The tokens i32[T, 1, top_k] that a layer's queries attend to, or those that an earlier layer chose."""
-    model = writer.model
+    """The tokens i32[T, 1, k] that a layer's queries attend to, or those that an earlier layer chose."""
+    model, made_by = writer.model, ops.index_topk if index.every == 1 else ops.run_tokens
     is_listed = index.layers is not None and layer < model.layers  # a layer that drafts has an indexer of its own
     if is_listed and required(index.layers)[model.layer_like(layer)] == "shared":
-        return next(node for node in reversed(writer.program.nodes) if node.target is ops.index_topk)
+        return next(node for node in reversed(writer.program.nodes) if node.target is made_by)
     q = writer.call(ops.split_heads, writer.linear(q_a, "index_q", index.heads * index.dim, False, layer),
                     heads=index.heads, name="index_q")  # fmt: skip
     k = writer.linear(h, "index_k", index.dim, False, layer)
@@ -288,9 +288,18 @@ def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotar
         k = rotate(writer, k, rotary.keys, index.interleaved, "index_k")
     k = writer.call(ops.merge_heads, k, name="index_k")
     weights = writer.linear(h, "index_weights", index.heads, False, layer)
-    cache = KV(writer.name("layer", layer), index_entry(writer.cache_dtype, index.dim), part="index")
-    chosen: Node = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, name="selected")
-    return chosen
+    entry = index_entry(writer.cache_dtype, index.dim)
+    if index.every == 1:
+        cache = KV(writer.name("layer", layer), entry, part="index")
+        chosen: Node = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, name="selected")
+        return chosen
+    gate = writer.linear(h, "index_run_gate", index.dim, False, layer)
+    k = pool_by_gate(writer, k, gate, "index_run", CompressConfig(every=index.every), layer)
+    cache = KV(writer.name("layer", layer), entry, every=index.every, part="index")
+    runs = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, every=index.every, name="runs")
+    positions = writer.program.input("positions", Type("i64", ("T",)))
+    tokens: Node = writer.call(ops.run_tokens, runs, positions, every=index.every, name="selected")
+    return tokens
 
 
 def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:

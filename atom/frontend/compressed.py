@@ -39,11 +39,7 @@ def pool(
     """
     width, role = dim * (2 if compress.overlaps else 1), f"{of}_run".lstrip("_")
     kv, gate = writer.linears(h, {f"{role}_kv": width, f"{role}_gate": width}, False, layer)
-    bias = W(writer.name(f"{role}_bias", layer), Type("fp32", (compress.every, width)))
-    window = compress.every * (2 if compress.overlaps else 1)
-    kept = KV(writer.name("layer", layer), Type(writer.dtype, (2, width)), window=window, part=f"{role}s")
-    overlaps = {"overlaps": True} if compress.overlaps else {}
-    pooled = writer.call(ops.compress, kv, gate, bias, kept, **overlaps, name=role)
+    pooled = pool_by_gate(writer, kv, gate, role, compress, layer)
     pooled = writer.norm(pooled, f"{role}_norm", layer, name=role)
     if rotary is None:
         return pooled
@@ -51,6 +47,17 @@ def pool(
     pooled = rotate_last(writer, pooled, required(rotary.runs), rotary, role)
     merged: Node = writer.call(ops.merge_heads, pooled, name=role)
     return merged
+
+
+def pool_by_gate(writer: Writer, kv: Node, gate: Node, role: str, compress: CompressConfig, layer: int) -> Node:
+    """kv and gate [T, C] -> what is pooled of runs [T, D], each in the row of its last token"""
+    every, width = compress.every, int(kv.meta["type"].shape[-1])
+    bias = W(writer.name(f"{role}_bias", layer), Type("fp32", (every, width)))
+    window = every * (2 if compress.overlaps else 1)
+    kept = KV(writer.name("layer", layer), Type(writer.dtype, (2, width)), window=window, part=f"{role}s")
+    overlaps = {"overlaps": True} if compress.overlaps else {}
+    pooled: Node = writer.call(ops.compress, kv, gate, bias, kept, **overlaps, name=role)
+    return pooled
 
 
 def choose_runs(

@@ -13,11 +13,12 @@ head takes, or of several residual streams, with eagle3 of the inputs of some la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch.fx import Node
 
-from atom.config import ModelConfig
+from atom.config import ModelConfig, StreamsConfig
 from atom.config.draft import find_aux_layers
 from atom.errors import ConfigError
 from atom.frontend.attention import rotaries
@@ -40,17 +41,18 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
     The linear of embedding and hidden state joined is written as the sum of a linear of each: the sum is fused into the
     norm after it, and no pass or kernel has to know of joined values.
 
-    states: the last layer's streams [T, S H], of a model with several. Each is a hidden state, to which the same is
+    states: the last layer's streams [T, S H], of a layer with several. Each is a hidden state, to which the same is
         added; a further draft begins with the layer's, and the head of drafts merges them (DeepSeek-AI 2026).
     """
-    writer = writers(DRAFT_IN)
+    model = mtp_model(model)
+    writer = writers(DRAFT_IN, model)
     if not model.mtp_layers:
         raise ConfigError(
             "serve.method=mtp: the model has no layer that predicts further tokens; take serve.method=ngram"
         )
     num, layer = model.streams.num, model.layers
     writer.program.output(_write_hidden(writer, num))  # what body gives of one stream went through the final norm
-    writer = writers(DRAFT)
+    writer = writers(DRAFT, model)
     (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer, num)
     columns = dict.fromkeys(("mtp_embedding_proj", "mtp_hidden_proj"), model.hidden)
     parts = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
@@ -72,7 +74,7 @@ def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ())
         writer.program.output(x)
     else:
         writer.program.output(writer.norm(end_layer(writer, x, None, layer), "mtp_norm", layer, name="drafted"))
-    writer = writers(DRAFT_HEAD)
+    writer = writers(DRAFT_HEAD, model)
     if num > 1:
         rows = writer.program.input("hidden", Type(writer.dtype, ("R", num * model.hidden)))
         x = writer.norm(merge_hyper(writer, rows, "mtp", layer), "mtp_norm", layer, name="drafted")
@@ -136,7 +138,12 @@ def kept_states(method: str | None, model: ModelConfig, draft: ModelConfig | Non
     """The layers whose input drafts read, besides what the head takes; that after the last one for its output."""
     if draft is not None and draft.eagle3 is not None:
         return find_aux_layers(draft.eagle3, model.layers)
-    return (model.layers,) if method == "mtp" and model.streams.num > 1 else ()
+    return (model.layers,) if method == "mtp" and mtp_model(model).streams.num > 1 else ()
+
+
+def mtp_model(model: ModelConfig) -> ModelConfig:
+    """The model as layers for multi-token prediction have it: of one stream, if only the body has several."""
+    return model if model.streams.in_mtp else replace(model, streams=StreamsConfig())
 
 
 # by method, of those with programs: from a writer of each program, the model that drafts, and the hidden states that

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import drafts
+import glm5_next
 import mtp
 import pytest
 import tiny
@@ -68,8 +69,7 @@ class Case(NamedTuple):
 
 
 @torch.inference_mode()
-def case_from(folder: Path) -> Case:
-    double = mtp.Double(folder)
+def case_from(folder: Path, double: mtp.Double | glm5_next.Double) -> Case:
     hidden = double.hidden(PROMPT)
     first = double.draft(PROMPT[1:], hidden[:-1])
     further = double.logits(first[-1:]).argmax(-1)
@@ -85,7 +85,8 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     def get(name: str, **changes: Any) -> Case:
         key = f"{name} {changes}"
         if key not in made:
-            made[key] = case_from(mtp.save(name, tmp_path_factory.mktemp("mtp"), **changes))
+            folder = mtp.save(name, tmp_path_factory.mktemp("mtp"), **changes)
+            made[key] = case_from(folder, mtp.Double(folder))
         return made[key]
 
     return get
@@ -138,6 +139,12 @@ def test_the_semantic_text_drafts_as_the_double(
     verify(graph, ops.SEMANTIC)
     assert show(parse(show(graph))) == show(graph)
     assert_drafts(graph, config, case, Mesh())
+
+
+def test_a_layer_of_one_stream_drafts_for_a_model_of_several(tmp_path: Path):
+    case = case_from(tmp_path, glm5_next.Double(tmp_path, glm5_next.save(tmp_path, drafts=True)))
+    config = config_of(tmp_path)
+    assert_drafts(semantic_graph(config), config, case, Mesh())
 
 
 @pytest.mark.sampled(24)
@@ -228,7 +235,7 @@ def test_a_layer_that_is_stored_packed_or_plain_next_to_packed_ones(
     named = left_plain and getattr(mtp.NAMES[name in mtp.KINDS], left_plain)
     packed = pack(plain, LAYOUTS[layout], tmp_path / "packed", left_plain=named)
     config = config_of(packed, "level=1")
-    assert_steps_draft(compile_graph(config), config, case_from(plain))
+    assert_steps_draft(compile_graph(config), config, case_from(plain, mtp.Double(plain)))
 
 
 def test_what_is_packed_while_it_loads_includes_the_layer(case_of: Callable[..., Case]):

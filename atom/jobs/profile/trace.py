@@ -27,7 +27,7 @@ KINDS = {
             "^_(decode|prefill|expand|unpack)$|(decode|prefill)_kernel",
             "^_(absorb|merge|merge_values|multiply_rest|write)_kernel$",  # of latents
             "^_(score|select|stream|slots|chosen)_kernel$|^_(score|pick|unite)_blocks$|^_merge_parts$",  # of indexers
-            r"^_(pool|score)_runs$|\.(paged_compress|paged_index_topk|paged_index_blocks|write_index|write_mqa)$",
+            r"^_(pool|score)_runs$|^_run_tokens_|\.(paged_compress|paged_index_\w+|run_tokens|write_index|write_mqa)$",
         ),
         "matrix": (
             r"linear|(?<!of_)experts|lora|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])",

@@ -29,6 +29,7 @@ TEXTS = {
     "ernie4_5_vl_moe",
     "glm4v",
     "glm4v_moe",
+    "glm5_next",
     "glm_ocr",
     "kimi_k25",
     "kimi_vl",

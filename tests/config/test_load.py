@@ -1061,6 +1061,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "deepseek_v3": ("deepseek_v3", "think"),
     "deepseek_v32": ("deepseek_v32", "think"),
     "glm_moe_dsa": ("glm45", "think"),
+    "glm5_next": ("glm45", "think"),
     "exaone4": ("tagged_json", "think"),
     "exaone_moe": ("tagged_json", "think"),
     "glm4_moe": ("glm45", "think"),

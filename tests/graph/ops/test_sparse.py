@@ -134,3 +134,16 @@ def test_what_does_not_fit_is_refused():
         ops.mla_attention.infer(*own, kv_b, layer, None, Type("i64", ("T", 1, TOP_K)), scale=1.0)
     with pytest.raises(ValueError, match="3 does not divide by 2"):
         ops.mla_attention.infer(*own, kv_b, layer, None, Type("i32", ("T", 2, TOP_K)), scale=1.0)
+
+
+def test_tokens_of_chosen_runs_come_with_those_of_no_whole_run():
+    runs = torch.tensor([[[-1, -1]], [[0, -1]], [[1, 0]], [[2, 0]]]).int()
+    tokens = checked(ops.run_tokens, runs, torch.tensor([1, 4, 5, 9]), every=3)
+    assert tokens[:, 0].tolist() == [
+        [0, 1, -1, -1, -1, -1, -1, -1],
+        [3, 4, 0, 1, 2, -1, -1, -1],
+        [3, 4, 5, 0, 1, 2, -1, -1],
+        [9, 6, 7, 8, 0, 1, 2, -1],
+    ]
+    with pytest.raises(ValueError, match="a run of 1 tokens"):
+        ops.run_tokens.infer(Type("i32", ("T", 1, 2)), Type("i64", ("T",)), every=1)

@@ -586,22 +586,23 @@ def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
     index = attention.index
     if index is None:
         return
-    by_block = attention.kind == "gqa"
+    by_block = attention.kind == "gqa" and index.every == 1
     for name in ("heads", "dim", "top_k", *(("block",) if by_block else ())):
         if not getattr(index, name):
             raise ConfigError(f"{at}.index.{name} has no value; an indexer needs it")
     if index.block is not None and not by_block:
         chosen = "tokens" if attention.kind == "mla" else "runs"
         raise UnsupportedError(f"{at}.index.block={index.block}: kind {attention.kind} chooses {chosen}; leave it out")
-    if index.every > 1 and attention.kind != "mla":
-        raise UnsupportedError(f"{at}.index.every={index.every} is for kind mla, not for kind {attention.kind}")
+    if index.every > 1 and attention.kind == "mqa":
+        kinds = "kind mqa (supported: gqa, mla)"
+        raise UnsupportedError(f"{at}.index.every={index.every} is not supported for {kinds}")
     words = {"mla": ("full", "shared"), "gqa": ("full", "none"), "mqa": ("full",)}[attention.kind]
     unknown = {*(index.layers or ())} - {*words}
     if unknown:
         raise ConfigError(f"{at}.index.layers: {min(unknown)} is not {' or '.join(words)}")
     if attention.kind == "mla":
         check_token_index(attention, index, at)
-    elif by_block:
+    elif attention.kind == "gqa":
         check_block_index(attention, index, at, kv_heads)
 
 
@@ -621,8 +622,11 @@ def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -
 
 
 def check_block_index(attention: AttentionConfig, index: IndexConfig, at: str, kv_heads: int) -> None:
-    if kv_heads % index.heads:
+    if index.every == 1 and kv_heads % index.heads:
         raise ConfigError(f"{at}.kv_heads={kv_heads} is not a multiple of index.heads={index.heads}")
+    if index.every > 1 and (index.local > 1 or attention.rope.query_growth):
+        name = "index.local" if index.local > 1 else "rope.query_growth"
+        raise UnsupportedError(f"{at}.{name} is not supported with index.every={index.every}; leave it out")
     if index.local > index.top_k:
         raise ConfigError(f"{at}.index.local={index.local} is more than top_k={index.top_k}, which count them too")
     for name, values in (("window", (None,)), ("alibi", ("none",)), ("qk_norm", ("none", "per_head"))):

@@ -123,7 +123,7 @@ class IndexConfig:
     heads: int = number(0, 1, INT32)  # of queries; they share the keys. gqa: each chooses for its part of kv_heads
     dim: int = number(0, 1, INT32)  # dims of a head
     top_k: int = number(0, 1, INT32)  # tokens that a query attends to, or runs of `every`; gqa: blocks
-    every: int = number(1, 1, INT32)  # mla: tokens of a run, which has one key and is chosen as a whole; 1: no runs
+    every: int = number(1, 1, INT32)  # tokens of a run, which has one key and is chosen as a whole; 1: no runs
     block: int | None = number(None, 1, INT32)  # gqa: tokens that are chosen as a whole, by the best of their keys
     local: int = number(1, 1, INT32)  # gqa: blocks that are always chosen, a query's own and those before it
     interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
@@ -186,7 +186,7 @@ class AttentionConfig:
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
     compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
-    index: IndexConfig | None = None  # chooses what queries see: mla: tokens, gqa: blocks, mqa: runs; null: all
+    index: IndexConfig | None = None  # chooses what queries see: mla: tokens, gqa: blocks or runs, mqa: runs; null: all
 
 
 @dataclass

@@ -137,7 +137,7 @@ def check_video(model: ModelConfig, vision: VisionConfig) -> None:
 
 
 def check_sections(config: Config) -> None:
-    """Check that the sections of the body's ropes are of all their frequencies."""
+    """Check that the sections of the body's ropes are of all their frequencies, and of single tokens."""
     for attention in config.model.attentions:
         rope = attention.rope
         rotated = rope.dims or int((attention.head_dim or config.model.hidden // attention.heads) * rope.partial)
@@ -145,6 +145,9 @@ def check_sections(config: Config) -> None:
             raise UnsupportedError(
                 f"model.attention.rope.sections={rope.sections} are not of {rotated // 2} frequencies"
             )
+        if rope.sections is not None and attention.index is not None and attention.index.every > 1:
+            every = f"model.attention.index.every={attention.index.every}"
+            raise UnsupportedError(f"{every}: runs have one position, images several; set model.vision=null")
 
 
 def check_tiles(config: Config, vision: VisionConfig) -> None:

@@ -32,13 +32,14 @@ def gqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     else:
         made, gate = project_cca(writer, h, attention, layer), None
     made = rotate_heads(writer, made, attention, rotary, layer)
-    selected = choose_blocks(writer, h, attention, rotary, layer)
+    selected = choose(writer, h, attention, rotary, layer)
     if value_dim < dim and "v" in made:  # a cache keeps keys and values of one size
         made["v"] = writer.call(ops.pad, made["v"], size=dim, name="v")
     if kv_layer != layer:
         made["k"], made["v"] = kept_in(writer, cache)
     chunked = {"chunked": True} if attention.chunked and window is not None else {}
-    blocks = {} if selected is None else {"block": required(attention.index).block}
+    block = None if selected is None else required(attention.index).block
+    blocks = {} if block is None else {"block": block}
     more = more_of_scores(writer, attention, cache, layer, kv_layer, selected)
     a = writer.call(
         ops.attention, *map(made.__getitem__, "qkv"), cache, *more, scale=required(attention.scale), window=window,
@@ -152,27 +153,42 @@ def sinks_of(writer: Writer, attention: AttentionConfig, layer: int) -> Recipe |
     return W(writer.name("sinks", layer), Type(writer.dtype, (attention.heads,))) if attention.sinks else None
 
 
-def choose_blocks(
-    writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int
-) -> Node | None:
-    """The blocks i32[T, G, top_k] that a layer's queries attend to, by heads that are normed and rotated as the
-    attention's are; None: all."""
+def choose(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node | None:
+    """What a layer's queries attend to, by heads that are normed and rotated as the attention's are: blocks
+    i32[T, G, top_k], or tokens i32[T, 1, k]; None: all."""
     index = attention.index
     if index is None or (index.layers is not None and index.layers[writer.model.layer_like(layer)] == "none"):
         return None
-    made: dict[str, Node] = {}
     rows = {"index_q": index.heads * index.dim, "index_k": index.dim}
-    for role, x in zip(rows, writer.linears(h, rows, False, layer), strict=True):
+    q, k = writer.linears(h, rows, False, layer)
+    if index.every > 1:
+        k = mean_of_runs(writer, k, index.every, layer)
+    rotations = {"index_q": rotary and rotary.keys, "index_k": rotary and (rotary.runs or rotary.keys)}
+    made: dict[str, Node] = {}
+    for role, x in {"index_q": q, "index_k": k}.items():
         x = writer.call(ops.split_heads, x, heads=rows[role] // index.dim, name=role)
         x = writer.norm(x, f"{role}_norm", layer, role) if attention.qk_norm == "per_head" else x
-        made[role] = x if rotary is None else rotate(writer, x, rotary.keys, rotary.interleaved, role)
+        made[role] = x if rotary is None else rotate(writer, x, rotations[role], rotary.interleaved, role)
     k = writer.call(ops.merge_heads, made["index_k"], name="index_k")
-    cache = KV(writer.name("layer", layer), index_entry(writer.cache_dtype, index.dim), part="index")
+    entry, every = index_entry(writer.cache_dtype, index.dim), None if index.every == 1 else index.every
+    cache = KV(writer.name("layer", layer), entry, every=every, part="index")
+    if every is not None:
+        by = {"top_k": index.top_k, "every": every}
+        runs = writer.call(ops.index_topk, made["index_q"], k, None, cache, **by, name="runs")
+        tokens: Node = writer.call(ops.run_tokens, runs, writer.carried["positions"], every=every, name="selected")
+        return tokens
     local = {} if index.local == 1 else {"local": index.local}
     chosen: Node = writer.call(
         ops.index_blocks, made["index_q"], k, cache, block=index.block, top_k=index.top_k, **local, name="selected"
     )
     return chosen
+
+
+def mean_of_runs(writer: Writer, k: Node, every: int, layer: int) -> Node:
+    """k [T, D] -> [T, D], of the last token of each run the mean of its keys (Qwen Team 2026)"""
+    kept = KV(writer.name("layer", layer), Type(writer.dtype, (1, *k.meta["type"].shape[1:])), every, part="index_runs")
+    pooled: Node = writer.call(ops.compress, k, None, None, kept, every=every, name="index_k")
+    return pooled
 
 
 def alibi_slopes(heads: int, scale: float) -> Recipe:
@@ -392,12 +408,19 @@ def make_rotary(
     keys = pair(freqs, "", scale=scale)
     if not rope.query_growth:
         back = (keys[0], writer.scale(keys[1], -1.0)) if attention.kind == "mqa" else None
-        compress = attention.compress
-        runs = None if compress is None else pair(freqs, "run_", scale=scale, every=compress.every)
+        every = every_of(attention)
+        runs = None if every is None else pair(freqs, "run_", scale=scale, every=every)
         return Rotary(keys, keys, rope.interleaved, back=back, runs=runs)
     queries = pair(freqs, "q_", scale=scale, **growth)
     grown = still(required(attention.nope_dim), "grown_") if attention.kind == "mla" else None
     return Rotary(keys, queries, rope.interleaved, grown=grown)
+
+
+def every_of(attention: AttentionConfig) -> int | None:
+    """The tokens of a run, if runs of them have entries that are rotated."""
+    if attention.compress is not None:
+        return attention.compress.every
+    return None if attention.index is None or attention.index.every == 1 else attention.index.every
 
 
 def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:

@@ -40,7 +40,8 @@ def write_body(
     vision: what makes rows that some tokens take, see `placed.py`; None: all tokens are of a text.
     """
     tokens, positions = write_tokens(writer)
-    model, writer.carried["tokens"] = writer.model, tokens
+    model = writer.model
+    writer.carried.update(tokens=tokens, positions=positions)
     placed = None if vision is None else write_placed(writer, vision)
     rotaries_by_layer = rotaries(writer, positions, range(model.layers), placed and placed.rope_positions)
     embedded = embed(writer, tokens, vocab)

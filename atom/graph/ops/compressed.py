@@ -1,4 +1,4 @@
-"""Ops that pool runs of tokens to entries, by learned weights (DeepSeek-AI 2026).
+"""Ops that pool runs of tokens to entries, by learned weights (DeepSeek-AI 2026) or as their mean.
 
 A run is `every` tokens, from a multiple of that on. What is pooled of a run stands in the row of its last token:
 
@@ -25,11 +25,12 @@ from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
 
-def pool_runs(kv: Tensor, gate: Tensor, bias: Tensor, overlaps: bool) -> Tensor:
+def pool_runs(kv: Tensor, gate: Tensor | None, bias: Tensor | None, overlaps: bool, every: int) -> Tensor:
     """kv and gate [L, C], from the begin of a run on, bias [n, C] -> fp32[L // n, D], of each whole run"""
-    every, width = bias.shape
-    kv, gate = (x[: len(x) // every * every].float().view(-1, every, width) for x in (kv, gate))
-    gate = gate + bias.float()
+    kv = _by_run(kv, every)
+    if gate is None or bias is None:
+        return kv.mean(1)
+    gate, width = _by_run(gate, every) + bias.float(), kv.shape[2]
     if overlaps:
         half = width // 2
         before = [
@@ -40,17 +41,27 @@ def pool_runs(kv: Tensor, gate: Tensor, bias: Tensor, overlaps: bool) -> Tensor:
     return (kv * gate.softmax(1)).sum(1)
 
 
-def _compress(kv: Type, gate: Type, bias: Type, cache: KV, *, overlaps: bool = False) -> Type:
-    need(len(kv.shape) == 2 and gate == kv, f"kv is {kv}, gate {gate}")
-    need(len(bias.shape) == 2 and bias.shape[1] == kv.shape[1], f"the bias is {bias} for kv {kv}")
-    window = int(bias.shape[0]) * (2 if overlaps else 1)
-    need(cache.type == Type(kv.dtype, (2, kv.shape[1])), f"the cache keeps {cache.type} of kv and gate {kv}")
+def _by_run(x: Tensor, every: int) -> Tensor:
+    """[L, C] -> fp32[L // every, every, C]"""
+    return x[: len(x) // every * every].float().view(-1, every, x.shape[1])
+
+
+def _compress(kv: Type, gate: Type | None, bias: Type | None, cache: KV, *, overlaps: bool = False,
+              every: int = 0) -> Type:  # fmt: skip
+    need(len(kv.shape) == 2 and gate in (kv, None), f"kv is {kv}, gate {gate}")
+    need((gate is None) == (bias is None) == (every > 0), f"the gate is {gate}, the bias {bias}, every={every}")
+    need(gate is not None or not overlaps, "runs whose mean is taken do not overlap")
+    need(bias is None or (len(bias.shape) == 2 and bias.shape[1] == kv.shape[1]), f"the bias is {bias} for kv {kv}")
+    window = (every if bias is None else int(bias.shape[0])) * (2 if overlaps else 1)
+    kept = Type(kv.dtype, (1 if gate is None else 2, kv.shape[1]))
+    need(cache.type == kept, f"the cache keeps {cache.type} of kv and gate {kv}, not {kept}")
     need(cache.window == window, f"entries are pooled of {window} tokens, the cache keeps {cache.window or 'all'}")
     return kv.with_last(divide(kv.shape[1], 2 if overlaps else 1))
 
 
 @op(_compress, level=SEMANTIC)
-def compress(kv: Tensor, gate: Tensor, bias: Tensor, cache: PagedCache | None, *, overlaps: bool = False) -> Tensor:
+def compress(kv: Tensor, gate: Tensor | None, bias: Tensor | None, cache: PagedCache | None, *, overlaps: bool = False,
+             every: int = 0) -> Tensor:  # fmt: skip
     """Pool each run by the softmax over its tokens of gate + bias, in float32; the T tokens are one whole sequence.
 
     kv and gate [T, C], bias [n, C] -> [T, D]: of the last token of a run what is pooled, zeros of others. The cache,
@@ -58,34 +69,45 @@ def compress(kv: Tensor, gate: Tensor, bias: Tensor, cache: PagedCache | None, *
 
     overlaps: an entry is pooled of two runs, of the first halves of the run before and the last halves of its own;
         of the first run only of its own
+    every: without gate and bias, the tokens of a run, whose mean is taken
     """
-    every, width = bias.shape
-    out = kv.new_zeros(len(kv), width // 2 if overlaps else width)
-    out[every - 1 :: every] = pool_runs(kv, gate, bias, overlaps).to(kv.dtype)
+    num, out = _size(bias, every), kv.new_zeros(len(kv), kv.shape[1] // 2 if overlaps else kv.shape[1])
+    out[num - 1 :: num] = pool_runs(kv, gate, bias, overlaps, num).to(kv.dtype)
     return out
 
 
-def _paged_compress(kv: Type, gate: Type, bias: Type, cache: KV, batch: BatchType, *, overlaps: bool = False) -> Type:
+def _size(bias: Tensor | None, every: int) -> int:
+    """The tokens of a run."""
+    return every if bias is None else len(bias)
+
+
+def _paged_compress(kv: Type, gate: Type | None, bias: Type | None, cache: KV, batch: BatchType, *,
+                    overlaps: bool = False, every: int = 0) -> Type:  # fmt: skip
     need_batch(batch)
-    return _compress(kv, gate, bias, cache, overlaps=overlaps)
+    return _compress(kv, gate, bias, cache, overlaps=overlaps, every=every)
 
 
 @op(_paged_compress, level=LOWERED, state=True)
-def paged_compress(kv: Tensor, gate: Tensor, bias: Tensor, cache: PagedCache, batch: Batch, *,
-                   overlaps: bool = False) -> Tensor:  # fmt: skip
+def paged_compress(kv: Tensor, gate: Tensor | None, bias: Tensor | None, cache: PagedCache, batch: Batch, *,
+                   overlaps: bool = False, every: int = 0) -> Tensor:  # fmt: skip
     """Write kv and gate to the cache, then `compress` the runs of a batch's sequences that end in it.
 
-    kv and gate [T, C], bias [n, C], cache [blocks, block size, 2, C] -> [T, D]
+    kv and gate [T, C], bias [n, C], cache [blocks, block size, 2, C], without a gate [..., 1, C] -> [T, D]
     """
-    write_entries(cache, batch, torch.stack((kv, gate), dim=1).to(cache.blocks.dtype))
-    every, width = bias.shape
-    out = kv.new_zeros(len(kv), width // 2 if overlaps else width)
+    write_entries(cache, batch, to_pool(kv, gate).to(cache.blocks.dtype))
+    num, out = _size(bias, every), kv.new_zeros(len(kv), kv.shape[1] // 2 if overlaps else kv.shape[1])
     for row, own in queried(batch):
         stop = int(batch.lengths[row])
         start = stop - (own.stop - own.start)
-        first, last = start // every, stop // every  # runs that end here
+        first, last = start // num, stop // num  # runs that end here
         before = min(first, int(overlaps))  # those that these are pooled of besides
-        all_kv, all_gate = entries_of(cache, batch, row, first=(first - before) * every).unbind(1)
-        ends = torch.arange(first + 1, last + 1, device=kv.device) * every - 1 - start + own.start
-        out[ends] = pool_runs(all_kv, all_gate, bias, overlaps)[before:].to(kv.dtype)
+        all_kv, *gates = entries_of(cache, batch, row, first=(first - before) * num).unbind(1)
+        ends = torch.arange(first + 1, last + 1, device=kv.device) * num - 1 - start + own.start
+        pooled = pool_runs(all_kv, gates[0] if gates else None, bias, overlaps, num)
+        out[ends] = pooled[before:].to(kv.dtype)
     return out
+
+
+def to_pool(kv: Tensor, gate: Tensor | None) -> Tensor:
+    """What is kept of tokens until their run ends: [T, 2, C], without a gate [T, 1, C]"""
+    return kv.unsqueeze(1) if gate is None else torch.stack((kv, gate), dim=1)

@@ -65,10 +65,10 @@ def from_index_entries(entries: Tensor) -> Tensor:
     return stored[:, :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn).float() * scales
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """q [Q, M, D], k [C, D], weights [Q, M] -> fp32[Q, C], the sum over heads of weight * relu(q . k)"""
+def index_scores(q: Tensor, k: Tensor, weights: Tensor | None) -> Tensor:
+    """q [Q, M, D], k [C, D], weights [Q, M], None: 1 -> fp32[Q, C], the sum over heads of weight * relu(q . k)"""
     scores = torch.einsum("qmd,cd->qmc", q.float(), k.float()).relu()
-    return torch.einsum("qm,qmc->qc", weights.float(), scores)
+    return scores.sum(1) if weights is None else torch.einsum("qm,qmc->qc", weights.float(), scores)
 
 
 def choose(scores: Tensor, top_k: int) -> Tensor:
@@ -78,17 +78,17 @@ def choose(scores: Tensor, top_k: int) -> Tensor:
     return F.pad(ids, (0, top_k - ids.shape[1]), value=-1).int()
 
 
-def _choose_last(q: Tensor, k: Tensor, weights: Tensor, top_k: int, length: int, every: int) -> Tensor:
+def _choose_last(q: Tensor, k: Tensor, weights: Tensor | None, top_k: int, length: int, every: int) -> Tensor:
     """What queries at the last Q of `length` positions choose of the entries k [C, D]: i32[Q, 1, top_k]"""
     sees = runs_mask(len(q), length, every, q.device)
     return choose(index_scores(q, k, weights).masked_fill(~sees, float("-inf")), top_k).unsqueeze(1)
 
 
-def _chosen(q: Type, weights: Type, cache: KV, top_k: int, every: int) -> Type:
+def _chosen(q: Type, weights: Type | None, cache: KV, top_k: int, every: int) -> Type:
     """The type of what is selected."""
     need_every(cache, every)
     tokens, heads, dim = q.shape
-    need(weights.shape == (tokens, heads), f"the weights are {weights} for q {q}")
+    need(weights is None or weights.shape == (tokens, heads), f"the weights are {weights} for q {q}")
     need(cache.window is None, f"an indexer reads all tokens, the cache keeps {cache.window}")
     entry = index_entry(cache.type.dtype, int(dim))
     need(cache.type == entry, f"the cache keeps {cache.type} of keys for q {q}, not {entry}")
@@ -96,18 +96,19 @@ def _chosen(q: Type, weights: Type, cache: KV, top_k: int, every: int) -> Type:
     return Type("i32", (tokens, 1, top_k))
 
 
-def _index_topk(q: Type, k: Type, weights: Type, cache: KV, *, top_k: int, every: int = 1) -> Type:
+def _index_topk(q: Type, k: Type, weights: Type | None, cache: KV, *, top_k: int, every: int = 1) -> Type:
     need(k.shape == (q.shape[0], q.shape[2]), f"q is {q}, k {k}")
     return _chosen(q, weights, cache, top_k, every)
 
 
 @op(_index_topk, level=SEMANTIC)
-def index_topk(q: Tensor, k: Tensor, weights: Tensor, cache: PagedCache | None, *, top_k: int,
+def index_topk(q: Tensor, k: Tensor, weights: Tensor | None, cache: PagedCache | None, *, top_k: int,
                every: int = 1) -> Tensor:  # fmt: skip
     """The tokens up to its own that score best for each query; the T tokens are one whole sequence.
 
-    q [T, M, D], k [T, D], weights [T, M] -> i32[T, 1, top_k]; a score is the sum over heads of weight * relu(q . k),
-    of which no positive factor changes the choice. The cache, where a lowered graph keeps k, is not touched.
+    q [T, M, D], k [T, D], weights [T, M], None: 1 -> i32[T, 1, top_k]; a score is the sum over heads of weight *
+    relu(q . k), of which no positive factor changes the choice. The cache, where a lowered graph keeps k, is not
+    touched.
 
     every: tokens of a run that is chosen as one, of which k has a row at the last token, see `compress`
     """
@@ -132,13 +133,14 @@ def write_index(q: Tensor, k: Tensor, cache: PagedCache, batch: Batch, *, every:
     return q
 
 
-def _paged_index_topk(q: Type, weights: Type, cache: KV, batch: BatchType, *, top_k: int, every: int = 1) -> Type:
+def _paged_index_topk(q: Type, weights: Type | None, cache: KV, batch: BatchType, *, top_k: int,
+                      every: int = 1) -> Type:  # fmt: skip
     need_batch(batch)
     return _chosen(q, weights, cache, top_k, every)
 
 
 @op(_paged_index_topk, level=LOWERED)
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
                      every: int = 1) -> Tensor:  # fmt: skip
     """`index_topk` of a batch's sequences over the blocks that their rows of the table list.
 
@@ -148,7 +150,8 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
     out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32, device=q.device)
     for row, own in queried(batch):
         keys = from_index_entries(entries_of(cache, batch, row, every=every))
-        out[own] = _choose_last(q[own], keys, weights[own], top_k, int(batch.lengths[row]), every)
+        weighs = None if weights is None else weights[own]
+        out[own] = _choose_last(q[own], keys, weighs, top_k, int(batch.lengths[row]), every)
     return out
 
 

@@ -12,18 +12,18 @@ from atom.graph.ops.sparse import choose, from_index_entries, index_scores
 SCORES_BYTES = 32 << 20  # of fp32 scores by head at once
 
 
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
                      every: int = 1) -> Tensor:  # fmt: skip
     """The op of this name, some queries at a time."""
     out = torch.full((len(q), 1, top_k), -1, dtype=torch.int32)
     for row, own in queried(batch):
         keys = from_index_entries(entries_of(cache, batch, row, every=every)).float()
-        queries, weighs, chosen = q[own], weights[own], out[own, 0]
+        queries, weighs, chosen = q[own], None if weights is None else weights[own], out[own, 0]
         first = int(batch.lengths[row]) - len(queries)  # the position of the first query
         at_once = max(1, SCORES_BYTES // (4 * q.shape[1] * max(len(keys), 1)))
         for start in range(0, len(queries), at_once):
             some = slice(start, start + at_once)
-            scores = index_scores(queries[some], keys, weighs[some])
+            scores = index_scores(queries[some], keys, None if weighs is None else weighs[some])
             ended = (torch.arange(len(scores)) + first + start + 1) // every
             scores.masked_fill_(torch.arange(len(keys)) >= ended.unsqueeze(1), float("-inf"))
             chosen[some] = choose(scores, top_k)

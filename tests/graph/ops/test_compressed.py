@@ -95,6 +95,25 @@ def test_runs_are_pooled_in_the_step_that_ends_them(overlaps: bool, every: int, 
         torch.testing.assert_close(kept, each[every - 1 :: every])
 
 
+@pytest.mark.parametrize("max_tokens", [1, 30])
+def test_runs_without_a_gate_have_the_mean_of_their_tokens(max_tokens: int):
+    lengths, every = (37, 5, 50), 4
+    runs = KV("0", Type("fp32", (1, D)), window=every, part="index_runs")
+    pools, given = Pools([runs], 8, 3), [torch.randn(length, D) for length in lengths]
+    means = [torch.zeros(length, D) for length in lengths]
+    for each, mean in zip(given, means, strict=True):
+        for end in range(every, len(each) + 1, every):
+            mean[end - 1] = each[end - every : end].mean(0)
+        torch.testing.assert_close(checked(ops.compress, each, None, None, Cache(runs, None), every=every), mean)
+    for chunks in in_steps(lengths, max_tokens):
+        kv, expected = (torch.cat([each[slice(*chunk)] for each, chunk in zip(of, chunks, strict=True)])
+                        for of in (given, means))  # fmt: skip
+        pooled = checked(ops.paged_compress, kv, None, None, pools.caches[runs], pools.batch(chunks), every=every)
+        torch.testing.assert_close(pooled, expected)
+    with pytest.raises(ValueError, match=r"the gate is fp32\[5, 16\], the bias None, every=4"):
+        ops.compress.infer(Type("fp32", (5, D)), Type("fp32", (5, D)), None, runs, every=4)
+
+
 @pytest.mark.parametrize("block_size", [2, 16])
 @pytest.mark.parametrize("kernel", [ops.paged_index_topk, paged_index_topk], ids=["reference", "torch"])
 def test_runs_are_chosen_as_by_the_indexer_of_deepseek_v4(kernel: Any, block_size: int):

@@ -37,6 +37,7 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 SCORES_BYTES = 64 << 20  # of blocks at once
 PROMPT_ROWS, DECODE_ROWS = 128, 16  # of a tile of scores: queries times index heads
 MAX_TILE = 128  # keys that are scored at once
+MAX_TOKENS = 64  # of a tile, if blocks are single tokens
 PROGRAMS_PER_UNIT = 4
 MAX_TOGETHER = 31  # queries, which have a bit each
 MAX_UNION = 3  # times the blocks of a query: those of queries that are attended together
@@ -231,7 +232,11 @@ def _attend_blocks(
     places = tl.arange(0, BLOCK_K)
     count = tl.sum((tl.load(chosen + places, mask=places < TOP_K, other=-1) >= 0).to(tl.int32), 0)
     count = tl.where(newest >= 0, count, 0)
-    share = tl.cdiv(count, PARTS)
+    # a tile is a part of a block, or several small ones
+    TILES: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N
+    PER_TILE: tl.constexpr = BLOCK_N // BLOCK if BLOCK < BLOCK_N else 1
+    num_tiles = tl.cdiv(count, PER_TILE)
+    share = tl.cdiv(num_tiles, PARTS)
 
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     is_row = rows < GROUP
@@ -249,11 +254,16 @@ def _attend_blocks(
     best = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    TILES: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N
-    for step in range(part * share * TILES, tl.minimum((part + 1) * share, count) * TILES):
+    for step in range(part * share * TILES, tl.minimum((part + 1) * share, num_tiles) * TILES):
         inside = step % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-        positions = tl.load(chosen + step // TILES) * BLOCK + inside
-        is_seen = (inside < BLOCK) & (positions <= newest)
+        if PER_TILE == 1:
+            positions = tl.load(chosen + step // TILES) * BLOCK + inside
+            is_seen = (inside < BLOCK) & (positions <= newest)
+        else:
+            number = step // TILES * PER_TILE + inside // BLOCK
+            is_there = (inside < PER_TILE * BLOCK) & (number < count)
+            positions = tl.load(chosen + number, mask=is_there, other=0) * BLOCK + inside % BLOCK
+            is_seen = is_there & (positions <= newest)
         offsets, k = load_tile(keys, blocks, positions, is_seen, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_D)
         is_value = is_seen[:, None] & (columns < DIM)[None, :]
         v = tl.load(keys + HEADS * DIM + offsets[:, None] + columns[None, :], mask=is_value, other=0.0)
@@ -416,7 +426,7 @@ def attend_blocks(q: Tensor, cache: PagedCache, batch: Batch, selected: Tensor, 
     rules = scale, softcap, block, block_size, kv_heads, group, groups
     tiling = prefill.choose(block_d, size, blocks.element_size(), gpu)
     together, limit = min(MAX_TOGETHER, tiling.rows // next_power_of_2(group)), MAX_UNION * top_k
-    if parts == 1 and together > 1:
+    if parts == 1 and together > 1 and block > 1:  # of single tokens, queries choose too many
         num_tiles = -(-num_tokens // together)
         counts = torch.empty((num_tiles, groups), dtype=torch.int32, device=q.device)
         numbers, choices = torch.empty((2, num_tiles, groups, limit), dtype=torch.int32, device=q.device)
@@ -432,7 +442,8 @@ def attend_blocks(q: Tensor, cache: PagedCache, batch: Batch, selected: Tensor, 
             num_stages=tiling.num_stages, **registers, **gpu.options,
         )  # fmt: skip
     block_m, is_small = max(16, next_power_of_2(group)), block_d <= 128 and size < 4
-    tile = min(max(16, next_power_of_2(block)), max(16, (16 << 10) // (block_d * size)))
+    tile = max(16, (16 << 10) // (block_d * size))
+    tile = min(tile, MAX_TOKENS if block == 1 else max(16, next_power_of_2(block)))
     _attend_blocks[(num_tokens, kv_heads, parts)](
         *given, selected, counts, sinks, k_scale, v_scale, out, sums, stats, num_sequences, table.stride(0),
         q.stride(0), *rules, top_k, dim, parts, together, limit, bucket, block_m, tile, block_k, block_d,

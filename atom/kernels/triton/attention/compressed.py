@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import write_entries
+from atom.graph.ops.compressed import to_pool
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, has_rows, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
@@ -51,7 +52,10 @@ def _pool_runs(
     SIZE: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Columns program_id(1) of what token program_id(0) ends, by an online softmax over its run, column by column."""
+    """Columns program_id(1) of what token program_id(0) ends, by an online softmax over its run, column by column.
+
+    bias None: entries have no gate, and what is pooled is their mean
+    """
     wait_for_inputs(PDL)
     token = tl.program_id(0)
     row = _find_row(starts, num_rows, token, BLOCK_S)
@@ -66,6 +70,7 @@ def _pool_runs(
         return
     parts: tl.constexpr = 2 if OVERLAPS else 1
     width: tl.constexpr = DIM * parts
+    ENTRY: tl.constexpr = 1 if bias is None else 2
     begin = position + 1 - EVERY * parts
     best, total = tl.full([BLOCK_D], NOTHING, tl.float32), tl.zeros([BLOCK_D], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -74,12 +79,14 @@ def _pool_runs(
         positions = begin + places
         is_there = (places < EVERY * parts) & (positions >= 0)
         blocks = tl.load(table + row * table_stride + positions // SIZE, mask=is_there, other=0).to(tl.int64)
-        entries = cache + (blocks * SIZE + positions % SIZE)[:, None] * (2 * width)
+        entries = cache + (blocks * SIZE + positions % SIZE)[:, None] * (ENTRY * width)
         own = columns[None, :] + tl.where(places < EVERY * (parts - 1), 0, width - DIM)[:, None]
         mask = is_there[:, None] & is_column[None, :]
         kv = tl.load(entries + own, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(entries + width + own, mask=mask, other=0.0).to(tl.float32)
-        gate += tl.load(bias + (places % EVERY)[:, None] * width + own, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if bias is not None:
+            gate = tl.load(entries + width + own, mask=mask, other=0.0).to(tl.float32)
+            gate += tl.load(bias + (places % EVERY)[:, None] * width + own, mask=mask, other=0.0).to(tl.float32)
         scores = tl.where(mask, gate * LOG2E, NOTHING)
         higher = tl.maximum(best, tl.max(scores, 0))
         weights = tl.where(mask, tl.exp2(scores - higher[None, :]), 0.0)
@@ -90,19 +97,19 @@ def _pool_runs(
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=is_column)
 
 
-def paged_compress(kv: Tensor, gate: Tensor, bias: Tensor, cache: PagedCache, batch: Batch, *,
-                   overlaps: bool = False) -> Tensor:  # fmt: skip
+def paged_compress(kv: Tensor, gate: Tensor | None, bias: Tensor | None, cache: PagedCache, batch: Batch, *,
+                   overlaps: bool = False, every: int = 0) -> Tensor:  # fmt: skip
     """The op of this name."""
     blocks = cache.blocks
-    write_entries(cache, batch, torch.stack((kv, gate), dim=1).to(blocks.dtype))
-    every, width = bias.shape
+    write_entries(cache, batch, to_pool(kv, gate).to(blocks.dtype))
+    every, width = every if bias is None else len(bias), kv.shape[1]
     dim, table, gpu = width // 2 if overlaps else width, batch.tables[cache.kind], find_gpu(kv.device)
     out = kv.new_empty(len(kv), dim)
     columns = min(COLUMNS, next_power_of_2(dim))
     _pool_runs[(len(kv), -(-dim // columns))](
-        blocks, bias.contiguous(), table, batch.starts, batch.lengths, out, len(table), table.stride(0), every, dim,
-        blocks.shape[1], overlaps, min(ROWS, next_power_of_2(every * (2 if overlaps else 1))), columns, COUNTED,
-        num_warps=4, **gpu.options,
+        blocks, None if bias is None else bias.contiguous(), table, batch.starts, batch.lengths, out, len(table),
+        table.stride(0), every, dim, blocks.shape[1], overlaps,
+        min(ROWS, next_power_of_2(every * (2 if overlaps else 1))), columns, COUNTED, num_warps=4, **gpu.options,
     )  # fmt: skip
     return out
 
@@ -203,7 +210,10 @@ def _score_runs(
     width, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores program_id(1) of token first_token + program_id(0), -inf of runs that have not ended."""
+    """Scores program_id(1) of token first_token + program_id(0), -inf of runs that have not ended.
+
+    weights None: each head's is 1
+    """
     wait_for_inputs(PDL)
     token = first_token + tl.program_id(0)
     row = _find_row(starts, num_rows, token, BLOCK_S)
@@ -227,16 +237,19 @@ def _score_runs(
             queries = tl.load(q + token.to(tl.int64) * q_stride + heads[:, None] * DIM + columns[None, :], mask=mask,
                               other=0.0)  # fmt: skip
             products = tl.dot(keys.to(queries.dtype), tl.trans(queries), input_precision="ieee")
-            by_head = tl.load(weights + token.to(tl.int64) * weights_stride + heads, mask=heads < HEADS, other=0.0)
-            summed += tl.sum(tl.maximum(products, 0.0) * by_head.to(tl.float32)[None, :], 1)
+            products = tl.maximum(products, 0.0)
+            if weights is not None:
+                by_head = tl.load(weights + token.to(tl.int64) * weights_stride + heads, mask=heads < HEADS, other=0.0)
+                products *= by_head.to(tl.float32)[None, :]
+            summed += tl.sum(products, 1)
         summed = tl.where(is_there, summed, float("-inf"))
     tl.store(target, summed, mask=numbers < width)
 
 
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
+def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
                      every: int = 1) -> Tensor:  # fmt: skip
     """The op of this name, of keys that are not in fp8: all scores of some tokens at a time, then the best of them."""
-    assert has_rows(q) and weights.stride(1) == 1, "heads lie side by side"
+    assert has_rows(q) and (weights is None or weights.stride(1) == 1), "heads lie side by side"
     (tokens, heads, dim), table, gpu = q.shape, batch.tables[cache.kind], find_gpu(q.device)
     width = table.shape[1] * batch.block_size // every
     out = torch.full((tokens, 1, top_k), -1, dtype=torch.int32, device=q.device)
@@ -246,8 +259,8 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
         scores = torch.empty(num, width, dtype=torch.float32, device=q.device)
         _score_runs[(num, -(-width // KEYS))](
             q, weights, cache.blocks, table, batch.starts, batch.lengths, scores, len(table), q.stride(0),
-            weights.stride(0), table.stride(0), first, width, heads, dim, batch.block_size, every,
-            cache.blocks.shape[1], 16 if heads <= 16 else 32, KEYS, max(16, next_power_of_2(dim)), COUNTED,
+            0 if weights is None else weights.stride(0), table.stride(0), first, width, heads, dim, batch.block_size,
+            every, cache.blocks.shape[1], 16 if heads <= 16 else 32, KEYS, max(16, next_power_of_2(dim)), COUNTED,
             num_warps=4, **gpu.options,
         )  # fmt: skip
         best = scores.topk(min(top_k, width))

@@ -50,6 +50,14 @@ def test_attention_reads_chosen_blocks_only(
     )
 
 
+@pytest.mark.parametrize("units", [2, 100])
+def test_single_tokens_are_attended_to_by_tiles(triton_device: str, monkeypatch: pytest.MonkeyPatch, units: int):
+    gpu = block_sparse.find_gpu(torch.device(triton_device))
+    monkeypatch.setattr(block_sparse, "find_gpu", lambda _: gpu._replace(units=units))
+    case, selected = choose(make_case([90], [(2, 80)], kv_heads=2, heads=6, dim=20), 1, 1, 71)
+    assert_equal(run(case, triton_device, selected, scale=0.3, block=1), reference(case, selected, scale=0.3, block=1))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("units", [2, 100])

@@ -48,6 +48,22 @@ def test_runs_are_pooled_as_in_the_reference(triton_device, overlaps, every, dim
         assert_equal(made.cpu(), expected)
 
 
+@pytest.mark.parametrize(("every", "dim", "block_size"), [(4, 72, 16), (3, 12, 2)])
+def test_runs_without_a_gate_have_their_mean(triton_device, every, dim, block_size):
+    lengths = (37, 5, 50)
+    runs = KV("0", Type("fp32", (1, dim)), window=every, part="index_runs")
+    pools, given = Pools([runs], block_size, 3), [torch.randn(length, dim) for length in lengths]
+    cache = PagedCache(cached(pools, runs).blocks.to(triton_device), runs.kind)
+    for chunks in in_steps(lengths, 21):
+        kv, batch = (
+            torch.cat([each[slice(*chunk)] for each, chunk in zip(given, chunks, strict=True)]),
+            pools.batch(chunks),
+        )
+        expected = ops.paged_compress.body(kv, None, None, cached(pools, runs), batch, every=every)
+        kv, there = moved((kv, padded(batch, 2)), triton_device)  # type: ignore[misc]
+        assert_equal(paged_compress(kv, None, None, cache, there, every=every).cpu(), expected)
+
+
 def attention_case(every: int, dim: int, heads: int, block_size: int, top_k: int | None, lengths: tuple[int, ...],
                    chunks: list[tuple[int, int]]) -> tuple[list, dict]:  # fmt: skip
     """The arguments of paged_mqa_attention, with NaN in slots that nobody has written."""
@@ -97,15 +113,16 @@ def test_tokens_and_runs_are_attended_to_as_in_the_reference(triton_device, ever
 
 
 @pytest.mark.parametrize(("every", "top_k"), [(4, 3), (4, 40), (32, 2)])
-@pytest.mark.parametrize(("heads", "dim"), [(24, 12), (40, 32)])  # of few heads scores would be 0 and tie
-def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads, dim, monkeypatch):
+@pytest.mark.parametrize(("heads", "dim", "is_weighted"), [(24, 12, True), (40, 32, True), (24, 12, False)])
+def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads, dim, is_weighted, monkeypatch):
+    """Of few heads scores would be 0 and tie."""
     monkeypatch.setattr(compressed, "SCORES", 40)  # several launches
     kept = KV("0", Type("fp32", (dim,)), every=every, part="index")
     pools, chunks = Pools([kept], 8, 3), [(33, 40), (0, 1), (62, 63)]
     whole = pools.batch([(0, stop) for _, stop in chunks])
     q, keys = torch.randn(9, heads, dim), torch.randn(sum(stop for _, stop in chunks), dim)
     ops.write_index.body(q, keys, cached(pools, kept), whole, every=every)
-    args = q, torch.randn(9, heads), cached(pools, kept), pools.batch(chunks)
+    args = q, torch.randn(9, heads) if is_weighted else None, cached(pools, kept), pools.batch(chunks)
     expected = ops.paged_index_topk.body(*args, top_k=top_k, every=every)
     made = compressed.paged_index_topk(*moved(args, triton_device), top_k=top_k, every=every).cpu()  # type: ignore[misc]
     assert torch.equal(made.sort(2).values, expected.sort(2).values)

@@ -158,7 +158,7 @@ def check_model(config: Config) -> None:
     both = sorted({*model.norm.unweighted} & {*model.norm.weighs_input})
     if both:
         raise ConfigError(f"model.norm.weighs_input: {both[0]} is in model.norm.unweighted, too; leave it out of one")
-    if not (model.norm.before or model.norm.after):
+    if not (model.norm.before or model.norm.after or model.streams.kind == "gated"):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
     if not (model.embedding_norm or model.embedding_norm_weight):
         raise ConfigError("model.embedding_norm_weight is false, and no norm is of the embedding; leave it out")
@@ -369,7 +369,9 @@ def check_branches(model: ModelConfig) -> None:
         groups = [Group.parse(each) for each in names]
         if any(group.ahead for group in groups) and (model.residual != "sequential" or not model.norm.before):
             raise UnsupportedError(f"{at}: a block ahead of another is for model.residual=sequential with norms before")
-        is_sum = model.residual == "sequential" and not model.norm.after and model.streams.kind != "hyper"
+        is_sum = (
+            model.residual == "sequential" and not model.norm.after and model.streams.kind not in ("hyper", "gated")
+        )
         if any(group.later for group in groups) and not is_sum:
             raise UnsupportedError(f"{at}: what is added later is for model.residual=sequential without norms after")
         for name in (name for group in groups for name in group.all):
@@ -394,10 +396,14 @@ def check_streams(model: ModelConfig) -> None:
     if (kind == "attention_residuals") != (model.streams.layers is not None):
         has = "needs a number" if model.streams.layers is None else "has none"
         raise ConfigError(f"model.streams.layers={spelled(model.streams.layers)}: kind {kind} {has}")
-    if kind != "hyper":
-        for name in ("rounds", "eps", "write_scale", "write_eps", "merge", "in_mtp"):
-            if (value := getattr(model.streams, name)) != getattr(StreamsConfig, name):
-                raise ConfigError(f"model.streams.{name}={spelled(value)} is for kind hyper, not for kind {kind}")
+    if (kind == "gated") != (model.streams.rank is not None):
+        has = "needs a number" if model.streams.rank is None else "has none"
+        raise ConfigError(f"model.streams.rank={spelled(model.streams.rank)}: kind {kind} {has}")
+    for name, kinds in {**dict.fromkeys(("rounds", "eps", "write_eps", "merge", "in_mtp"), ("hyper",)),
+                        "write_scale": ("hyper", "gated")}.items():  # fmt: skip
+        if kind not in kinds and (value := getattr(model.streams, name)) != getattr(StreamsConfig, name):
+            known = " and ".join(kinds)
+            raise ConfigError(f"model.streams.{name}={spelled(value)} is for kind {known}, not for kind {kind}")
     if kind == "one":
         return
     of_one = {"loops": 1, "sections": [], "layer_scalar": False} | ({} if kind == "hyper" else {"mtp_layers": 0})
@@ -405,8 +411,11 @@ def check_streams(model: ModelConfig) -> None:
         if (value := getattr(model, name)) != default:
             at = f"model.streams.kind={kind}"
             raise UnsupportedError(f"{at}: model.{name}={spelled(value)} is of one stream; leave it out")
-    if kind in ("hyper", "attention_residuals"):
+    if kind in ("hyper", "gated", "attention_residuals"):
         check_added(model)
+    if kind == "gated" and (model.norm.kind != "rms" or model.norm.before):
+        norms = "model.streams.kind=gated: streams have the only norm (rms) of what blocks read"
+        raise UnsupportedError(f"{norms}; set model.norm.kind=rms and model.norm.before=false")
 
 
 def check_added(model: ModelConfig) -> None:

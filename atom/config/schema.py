@@ -72,6 +72,7 @@ class NormConfig:
     weighs_input: list[str] = field(default_factory=list)  # roles of norms whose weight is of what they read
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
+    final: bool = True  # after the last layer
     final_offset: float | None = None  # of the last norm; null: offset
     before: bool = True  # of attention and mlp
     gated: list[str] = field(
@@ -368,14 +369,16 @@ class StreamsConfig:
     """Residual streams: the hidden states that layers read and write."""
 
     kind: str = one_of(
-        "one", "altup", "hyper", "attention_residuals"
+        "one", "altup", "hyper", "gated", "attention_residuals"
     )  # altup: each layer computes one, and predicts and corrects the others; hyper: each block reads and writes all;
-    # attention_residuals: blocks read a softmax over sums of what the blocks of so many layers gave
+    # gated: as hyper, by a gate for each channel; attention_residuals: blocks read a softmax over sums of what the
+    # blocks of so many layers gave
     num: int = number(1, 1, MAX_STREAMS)  # of them; attention_residuals: 1, as sums become more
     layers: int | None = number(None, 1, MAX_LAYERS)  # attention_residuals: of a sum
     rounds: int = number(0, 0, 1 << 10)  # hyper: that make mixing matrices doubly stochastic; 0: they are not mixed
     eps: float = number(1e-6, 0)  # hyper: added to what streams are read by, to mixing matrices and sums of these
-    write_scale: float = number(2.0, 0, above=True)  # hyper: the most of a block's result that a stream takes
+    rank: int | None = number(None, 1, INT32)  # gated: of the two linears of a gate
+    write_scale: float = number(2.0, 0, above=True)  # hyper, gated: the most of a block's result that a stream takes
     write_eps: float = number(0.0, 0)  # hyper: added to that
     merge: str = one_of("weighted", "mean")  # hyper: how the last layer's become one; weighted: as blocks read them
     in_mtp: bool = (

@@ -80,7 +80,9 @@ def write_body(
                 x = writer.call(ops.add, x, state, name="x")
             else:
                 x = write_loops(writer, section, x, None, run_layers)
-    hidden = writer.norm(streams.merge(writer, x), "final_norm", name="hidden")
+    hidden = streams.merge(writer, x)
+    if model.norm.final:
+        hidden = writer.norm(hidden, "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))
 
 

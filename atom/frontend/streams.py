@@ -221,6 +221,39 @@ def merge_hyper(writer: Writer, x: Node, role: str = "head", layer: int | None =
     return mix(writer, x, shift(writer, weights, streams.eps), streams.num, "x")
 
 
+def connect_gated(writer: Writer, x: Node, place: Place) -> tuple[Node, Write]:
+    """Gated residual streams (Qwen Team 2026): a block reads the mean of the streams, normed and gated by channel, and
+    all take a share of what it gives, by what the norm gives, too."""
+    streams, role = writer.model.streams, f"gated_{place.role}"
+    normed, read = read_gated(writer, x, role, place.layer)
+    weight = writer.matrix(f"{role}_write", (streams.num, streams.num * writer.model.hidden), place.layer)
+    write_by = writer.multiply(normed, weight, role=f"{role}_write", layer=place.layer, name="write_by")
+    write_by = sigmoid(writer, writer.scale(write_by, 1 / streams.num))
+    write_by = writer.scale(write_by, streams.write_scale)
+
+    def write(y: Node, _h: Node) -> Node:
+        total: Node = writer.call(ops.add, x, mix(writer, y, write_by, 1, "news"), name="x")
+        return total
+
+    return read, write
+
+
+def merge_gated_streams(writer: Writer, x: Node) -> Node:
+    """The streams as a block reads them; -> [T, H]"""
+    return read_gated(writer, x, "gated_head", None)[1]
+
+
+def read_gated(writer: Writer, x: Node, role: str, layer: int | None) -> tuple[Node, Node]:
+    """x [T, S H] -> itself, each stream normed, and the mean [T, H] of that times gates, which are two linears of it"""
+    streams, width = writer.model.streams, int(x.meta["type"].shape[-1])
+    normed = writer.norm(x, f"{role}_norm", layer, name="normed", groups=streams.num)
+    low = writer.linear(normed, f"{role}_down", required(streams.rank), False, layer)
+    low = writer.call(ops.activate, writer.scale(low, 1 / streams.num), kind="silu", name="low")
+    gate = sigmoid(writer, writer.linear(low, f"{role}_up", width, False, layer))
+    gated = writer.call(ops.mul, gate, normed, name="gated")
+    return normed, mix(writer, gated, Full(1 / streams.num, Type("fp32", (streams.num,))), streams.num, "read")
+
+
 def stream_logits(writer: Writer, x: Node, role: str, sizes: list[int], layer: int | None) -> Node:
     """fp32[T, the sum of sizes] of the streams x [T, S H]; outputs of one size share a scale"""
     num, shape = sum(sizes), x.meta["type"].shape
@@ -318,5 +351,6 @@ STREAMS = {
     "one": Streams(keep, connect_one, connect_sum, keep),
     "altup": Streams(spread_altup, connect_altup, connect_sum, merge_altup),
     "hyper": Streams(spread_hyper, connect_all, connect_hyper, merge_hyper),
+    "gated": Streams(spread_hyper, connect_all, connect_gated, merge_gated_streams),
     "attention_residuals": Streams(spread_sums, keep_layer, connect_residuals, merge_sums),
 }

@@ -159,8 +159,9 @@ class Writer:
         name: str = "h",
         weight_of_heads: str = "shared",
         eps: float | None = None,
+        groups: int = 1,
     ) -> Node:
-        """x [..., H], normed along its last dim
+        """x [..., H], normed along its last dim, each of some groups of its columns by itself
 
         weight_of_heads: as attention.qk_norm_weight, of x [T, N, D]
         eps: None: the model's
@@ -180,6 +181,9 @@ class Writer:
             unweighted: Node = self.call(NORMS[norm.kind], x, ones, eps=eps, name=name)
             return unweighted
         weight = self._norm_weight(role, shape, layer, offset) if norm.weight else ones
+        if groups > 1:
+            grouped: Node = self.call(ops.group_rms_norm, x, weight, eps=eps, groups=groups, name=name)
+            return grouped
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
         normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=eps, name=name)
         return normed

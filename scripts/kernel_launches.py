@@ -456,6 +456,7 @@ def call_the_rest(arch: str) -> None:
     """Call what no step of these models calls."""
     attend(arch)
     attend_to_blocks(arch)
+    attend_to_runs()
     attend_images(arch)
     attend_to_sums()
     attend_to_chosen(arch)
@@ -530,6 +531,33 @@ def attend_to_blocks(arch: str) -> None:
                 q = zeros(tokens, 64, dim, dtype=dtype)
                 args = q, cache, batch, None, *scales, None, None, selected
                 paged.PagedAttention()(*args, scale=0.1, block=128)
+
+
+def attend_to_runs() -> None:
+    """To tokens of runs whose keys are means, in layers next to n-grams: few and many queries."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.triton.attention import compressed, paged
+    from atom.kernels.triton.recurrent.ngrams import batched_ngrams
+
+    numbers = zeros(9, 600, dtype=torch.int32)
+    tables = dict.fromkeys(("full", "window_4", "every_4"), numbers)
+    for dtype, (tokens, decodes) in itertools.product((torch.bfloat16, torch.float16), ((4, 4), (6000, 0))):
+        slots = dict.fromkeys(tables, zeros(tokens, dtype=torch.int64))
+        batch = Batch(tables, slots, numbers[0, :10], numbers[0, :9], decodes, slots=numbers[0, :9], block_size=16)
+        kept, keys = (PagedCache(zeros(4, size, *row, 128, dtype=dtype), kind)
+                      for size, row, kind in ((16, (1,), "window_4"), (4, (), "every_4")))  # fmt: skip
+        pooled = compressed.paged_compress(zeros(tokens, 128, dtype=dtype), None, None, kept, batch, every=4)
+        compressed.paged_index_topk(pooled.view(tokens, 1, 128).expand(-1, 4, -1).contiguous(), None, keys, batch,
+                                    top_k=512, every=4)  # fmt: skip
+        cache, chosen = (
+            PagedCache(zeros(4, 16, 2, 2, 256, dtype=dtype), "full"),
+            zeros(tokens, 1, 2051, dtype=torch.int32),
+        )
+        args = zeros(tokens, 24, 256, dtype=dtype), cache, batch, None, None, None, None, None, chosen
+        paged.PagedAttention()(*args, scale=0.1)
+        ids, rows = zeros(tokens, dtype=torch.int64), zeros(16, dtype=torch.int64)
+        for states in (1, 3):
+            batched_ngrams(ids, zeros(9, states, 2, dtype=torch.int64), batch, rows[:3], rows, rows, end=7)
 
 
 def attend_images(arch: str) -> None:

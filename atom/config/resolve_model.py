@@ -97,7 +97,7 @@ OF_SUMS: dict[str, Any] = {  # fields of a model and their only values where blo
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|(index_)?run_bias|(attention|mlp|final)_mix_norm"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|ngram_(multipliers|sizes|starts)|(index_)?run_bias|(attention|mlp|final)_mix_norm"
 )
 
 
@@ -179,6 +179,7 @@ def check_model(config: Config) -> None:
     if model.embedding_rows is not None and model.embedding_rows < model.vocab:
         raise ConfigError(f"model.embedding_rows={model.embedding_rows} are fewer than model.vocab={model.vocab}")
     check_streams(model)
+    check_ngrams(model)
     check_branches(model)
     check_kv_layers(model)
     check_scales(model)
@@ -416,6 +417,21 @@ def check_streams(model: ModelConfig) -> None:
     if kind == "gated" and (model.norm.kind != "rms" or model.norm.before):
         norms = "model.streams.kind=gated: streams have the only norm (rms) of what blocks read"
         raise UnsupportedError(f"{norms}; set model.norm.kind=rms and model.norm.before=false")
+
+
+def check_ngrams(model: ModelConfig) -> None:
+    """Check the sizes of n-gram embeddings, and the layers that have some."""
+    own, heads, at = model.ngrams, (model.ngrams.size - 1) * model.ngrams.heads, "model.ngrams"
+    if not own.layers:
+        return
+    if own.layers != sorted({*own.layers}) or not 1 <= own.layers[0] <= own.layers[-1] <= model.layers:
+        raise ConfigError(f"{at}.layers={spelled(own.layers)} is no ascending list of layers from 1 to {model.layers}")
+    if own.dim % heads or not own.dim:
+        raise ConfigError(f"{at}.dim={own.dim} is no multiple of the {heads} heads that choose rows")
+    if own.end is None:
+        raise ConfigError(f"{at}.end has no value; it is the token after which no n-gram has tokens of before")
+    if model.loops > 1 or model.sections:
+        raise UnsupportedError(f"{at}: layers with n-grams that run several times are not supported")
 
 
 def check_added(model: ModelConfig) -> None:

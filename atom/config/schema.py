@@ -387,6 +387,21 @@ class StreamsConfig:
 
 
 @dataclass
+class NgramsConfig:
+    """Embeddings of hashed n-grams that some layers add to what they read (Qwen Team 2026)."""
+
+    layers: list[int] = field(default_factory=list)  # these layers, counted from 1; none: there are no n-grams
+    size: int = number(3, 2, 64)  # tokens of the longest; there are all lengths from 2 on
+    heads: int = number(1, 1, INT32)  # hashes of each length
+    dim: int = number(0, 0, INT32)  # of the rows that all heads choose, side by side
+    rows: int = number(2, 2, INT32)  # of a head at least: each has another prime number of them
+    multiple: int = number(1, 1, INT32)  # that the rows of all heads are rounded up to
+    parts: int = number(1, 1, INT32)  # stored tensors of the table, {part} in its name
+    taps: int = number(4, 2, MAX_TAPS)  # tokens that the convolution reads, `size` apart, its own included
+    end: int | None = number(None, 0, INT32)  # the token after which no n-gram has tokens of before
+
+
+@dataclass
 class BlockScalesConfig:
     """What a block's input and output, and the hidden states it is added to, are multiplied with."""
 
@@ -669,6 +684,7 @@ class ModelConfig:
     logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
     per_layer_input: PerLayerInputConfig = field(default_factory=PerLayerInputConfig)
+    ngrams: NgramsConfig = field(default_factory=NgramsConfig)
     streams: StreamsConfig = field(default_factory=StreamsConfig)
     state_dtype: str = one_of("fp32", "bf16", "fp16")  # that recurrent states are kept in, but a convolution's inputs
     layer_scalar: bool = False  # what a layer gives is multiplied with a stored number

@@ -18,6 +18,7 @@ from atom.config import Group, SectionConfig, VisionConfig
 from atom.frontend.attention import rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.mlp import mlp_of
+from atom.frontend.ngrams import add_ngrams
 from atom.frontend.per_layer_input import per_layer_inputs
 from atom.frontend.placed import write_placed
 from atom.frontend.rope import Rotary
@@ -58,6 +59,7 @@ def write_body(
         nonlocal later
         states[-1] = x
         for number, (rotary, own) in islice(layers, num_layers):
+            x = add_ngrams(writer, x, number)
             read, end = streams.connect_layer(writer, x, number, own)
             y, later = write_layer(writer, read, rotary, number, embedded=embedded, earlier=later)
             x = end(y)

@@ -96,6 +96,7 @@ from atom.graph.ops.moe import (
     weigh_inputs,
 )
 from atom.graph.ops.mqa import mqa_attention, paged_mqa_attention, write_mqa
+from atom.graph.ops.ngrams import ngrams, stream_gate
 from atom.graph.ops.recurrent import causal_conv, recurrent, run_batch
 from atom.graph.ops.sparse import index_topk, paged_index_topk, run_tokens, write_index
 from atom.graph.ops.state_space import group_rms_norm, selective_scan, ssd, ssm_decay, time_step
@@ -124,12 +125,12 @@ __all__ = [
     "gaussian_topk", "group", "group_rms_norm", "grouped_linear", "grouped_lora", "gumbel_argmax", "identity_share",
     "index_blocks", "index_topk", "interpolate_table", "join", "layer_norm", "lightning", "linear", "linear_activate",
     "linear_by_head", "local_tokens", "lora", "mask_rows", "match_rms", "mean_rows", "merge_heads", "mix_streams",
-    "mla_attention", "mqa_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
-    "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_compress", "paged_index_blocks",
-    "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters", "place_rows", "plain_experts",
-    "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",
-    "router", "row_shape", "run_batch", "run_tokens", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
-    "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay",
-    "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step", "token_router", "weigh_inputs",
-    "write_index", "write_mqa", "xielu",
+    "mla_attention", "mqa_attention", "mul", "ngrams", "norm_linear", "norm_rope", "norm_rope_attention",
+    "norm_rope_write", "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_compress",
+    "paged_index_blocks", "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters",
+    "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope",
+    "rotary", "rotary_sections", "router", "row_shape", "run_batch", "run_tokens", "scale", "scale_by_expert",
+    "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split",
+    "split_heads", "ssd", "ssm_decay", "stream_gate", "stream_logits", "sum_moments", "sum_squares", "take_rows",
+    "time_step", "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
 ]  # fmt: skip

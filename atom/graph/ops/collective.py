@@ -167,21 +167,21 @@ def _local_tokens(tokens: Type, offset: Type, *, size: int) -> tuple[Type, Type]
 
 @op(_local_tokens)
 def local_tokens(tokens: Tensor, offset: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
-    """tokens i64[T], offset i64[1] -> rows i64[T] of an embedding of size tokens from the offset on, 0 for tokens that
-    it does not have; i64[T]: 1 for those that it has, else 0"""
+    """tokens i64[...], offset i64[1] -> rows i64[...] of an embedding of size tokens from the offset on, 0 for tokens
+    that it does not have; i64[...]: 1 for those that it has, else 0"""
     rows = tokens - offset
     is_here = (rows >= 0) & (rows < size)
     return rows.masked_fill(~is_here, 0), is_here.long()
 
 
 def _mask_rows(x: Type, kept: Type) -> Type:
-    need(kept == Type("i64", x.shape[:1]), f"the mask is {kept} for {x}")
+    need(kept == Type("i64", x.shape[:-1]), f"the mask is {kept} for {x}")
     return x
 
 
 @op(_mask_rows)
 def mask_rows(x: Tensor, kept: Tensor) -> Tensor:
-    """x [T, H], kept i64[T] -> [T, H], with zeros in the rows that are not kept"""
+    """x [..., H], kept i64[...] -> [..., H], with zeros in the rows that are not kept"""
     return x.masked_fill((kept == 0).unsqueeze(-1), 0)
 
 

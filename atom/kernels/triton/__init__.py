@@ -290,6 +290,12 @@ def accepts_conv(_target: Target, _x: Type, state: State, *_types: Any, **_attri
     return None if taps <= MAX_TAPS else f"has {taps} taps, more than {MAX_TAPS}"
 
 
+def accepts_ngrams(_target: Target, _tokens: Type, state: State, *_types: Any, **_attributes: Any) -> str | None:
+    """n-grams of up to 33 tokens"""
+    size = int(state.type.shape[0]) + 1
+    return None if size <= MAX_TAPS else f"has n-grams of {size} tokens, more than {MAX_TAPS}"
+
+
 def accepts_delta_net(
     target: Target, qkv: Type, _z: Type, _a: Type, _b: Type, conv: State, state: State, *_types: Any,
     **_attributes: Any,
@@ -423,6 +429,12 @@ def _load_conv(_context: LoadContext) -> object:
     return causal_conv
 
 
+def _load_ngrams(_context: LoadContext) -> object:
+    from atom.kernels.triton.recurrent import ngrams
+
+    return ngrams
+
+
 def _load_delta(_context: LoadContext) -> object:
     from atom.kernels.triton.recurrent import gated_delta
 
@@ -487,6 +499,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
     _kernel(ops.attend_residuals, _load_residuals, accepts_residuals),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
+    _kernel(ops.OPS["batched_ngrams"], _load_ngrams, accepts_ngrams),
     _kernel(ops.OPS["batched_gated_delta"], _load_delta, accepts_delta),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
     _kernel(ops.OPS["batched_lightning"], _load_lightning, accepts_delta),

@@ -43,6 +43,14 @@ DEEPSEEK_V4 = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 1
 ZAYA = {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 12, "router_hidden_size": 20, "lm_head_bias": True,
         "tie_word_embeddings": False}  # fmt: skip
 
+QWEN4_EXP = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "indexed_attention"] * 2, "head_dim": 16, "linear_num_key_heads": 2,
+             "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "hc_count": 3, "hc_lowrank": 10, "output_gate_type": "sigmoid",
+             "indexer_n_heads": 24, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 12, "indexer_compress_ratio": 4,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+             "ple_layer_ids": [1, 3], "ple_embed_dim": 16, "ple_conv_kernel_size": 3, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 31,
+             "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "eos_token_id": 7}  # fmt: skip
+
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
                          "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256,
                          "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
@@ -399,6 +407,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                                                  "linear_value_head_dim": 8, "linear_num_value_heads": 2,
                                                  "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
     "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": DELTAS}),
+    "qwen4_exp": ("Qwen4ExpTextConfig", QWEN4_EXP),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "num_experts": 6, "shared_expert_intermediate_size": 20, "layer_types": DELTAS}),
 }  # fmt: skip
 

@@ -377,6 +377,13 @@ FORMS = {
         names={r"^model\.": "model.language_model."},
         edit=lambda tensors: with_images(with_draft(stacked_experts(tensors))),
     ),
+    "qwen4_exp": HubForm(
+        "vllm/models/qwen4_exp/nvidia/model.py; Qwen/Qwen3.8-Flash-Next",
+        fields={"architectures": ["Qwen4ExpForConditionalGeneration"], "layer_types": ["linear_attention", "full_attention"] * 2},
+        in_bf16=("A_log", "dt_bias"),
+        names={r"^model\.": "model.language_model."},
+        edit=lambda tensors: with_images(with_draft(stacked_experts(tensors))),
+    ),
     "olmo_hybrid": HubForm(
         f"{VLLM}/olmo_hybrid.py; allenai/Olmo-Hybrid-7B",
         changes={"layer_types": None, "num_hidden_layers": 4, "linear_key_head_dim": None, "linear_value_head_dim": None,
@@ -964,6 +971,30 @@ REFUSED = {
     ),
     "index heads of fewer dims than a share of a head's": (
         "deepseek_v4", {"index_head_dim": 4}, ("qk_rope_head_dim",), [], r"some.attention.index.dim=4 is less than the 8 dims that turn",
+    ),
+    "runs of latent attention": (
+        "deepseek_v32", {}, (), ["model.attention.index.every=4"], r"model.attention.index.every=4 is not supported for kind mla",
+    ),
+    "runs of several index keys": (
+        "qwen4_exp", {"indexer_kv_heads": 2}, (), [], r"indexer_kv_heads=2 in its config.json is not supported",
+    ),
+    "n-grams of a layer that is not there": (
+        "qwen4_exp", {"ple_layer_ids": [0, 3]}, (), [], r"model.ngrams.layers=\[0, 3\] is no ascending list of layers from 1 to 4",
+    ),
+    "n-grams of heads that do not divide": (
+        "qwen4_exp", {"ple_embed_dim": 18}, (), [], r"model.ngrams.dim=18 is no multiple of the 4 heads that choose rows",
+    ),
+    "n-grams that never end": (
+        "qwen4_exp", {"eos_token_id": None}, (), [], r"model.ngrams.end has no value",
+    ),
+    "a table of n-grams of another size": (
+        "qwen4_exp", {"ngram_vocab_size_base": 40}, (), [], r"tensor model.layers.0.ple.ple_embedding.ngram_embedding.shard_\d.weight is",
+    ),
+    "gated streams without a rank": (
+        "qwen4_exp", {}, (), ["model.streams.rank=null"], r"model.streams.rank=null: kind gated needs a number",
+    ),
+    "gated streams of normed blocks": (
+        "qwen4_exp", {}, (), ["model.norm.before=true"], r"model.streams.kind=gated: streams have the only norm \(rms\)",
     ),
     "experts of an unknown type": (
         "deepseek_v4", {"mlp_layer_types": ["hash_moe", "dense", "moe"]}, (), [], r"dense in .* is no type of layers; letters: hash_moe moe",

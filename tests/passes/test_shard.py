@@ -77,6 +77,7 @@ RECURRENT = [
     ("qwen3_5", 4, {"linear_num_value_heads": 4}),  # each key head on two ranks
     ("qwen3_5", 3, {"num_attention_heads": 3, "num_key_value_heads": 1, "linear_num_key_heads": 1}),
     ("olmo_hybrid", 2, {}),
+    ("qwen4_exp", 2, {}),
     ("kimi_linear", 2, {"linear_num_heads": 4}),
     ("bailing_moe_v3", 2, {"num_attention_heads": 4}),
     ("bamba", 2, {}),

@@ -172,7 +172,8 @@ def run_tokens(selected: Tensor, positions: Tensor, *, every: int) -> Tensor:
     num = selected.shape[2] * every + every - 1
     ended = (positions + 1) // every * every  # the tokens that whole runs have
     num_rest = (positions + 1 - ended).view(-1, 1, 1)
-    places = torch.arange(num, device=selected.device) - num_rest  # among the tokens of runs; below 0: of the rest
+    numbers = positions.new_ones(num).cumsum(0) - 1  # an arange that a compiler can trace
+    places = numbers - num_rest  # among the tokens of runs; below 0: of the rest
     runs = selected.gather(2, (places.clamp(0, num - every) // every).expand(-1, selected.shape[1], -1))
-    tokens = torch.where((runs < 0) | (places > num - every), -1, runs * every + places % every)
+    tokens = (runs * every + places % every).masked_fill((runs < 0) | (places > num - every), -1)
     return torch.where(places < 0, ended.view(-1, 1, 1) + places + num_rest, tokens).int()

@@ -1,4 +1,4 @@
-"""N-gram embeddings (Qwen Team 2026): what some layers' streams take of the tokens before, of a large table.
+"""N-gram embeddings: what some streams take of a large table (Qwen Team 2026).
 
 x = add_ngrams(writer, x, layer)            # ahead of the layer's blocks
 sizes = head_rows(model.ngrams, layer)      # of the rows of each head

@@ -1,4 +1,4 @@
-"""Ops that pool runs of tokens to entries, by learned weights (DeepSeek-AI 2026) or as their mean.
+"""Ops that pool runs of tokens to entries, by weights (DeepSeek-AI 2026) or evenly.
 
 A run is `every` tokens, from a multiple of that on. What is pooled of a run stands in the row of its last token:
 

@@ -1,4 +1,4 @@
-"""Ops of n-gram embeddings: hashed rows of a table, and gates of streams (Qwen Team 2026).
+"""Ops of n-gram embeddings: hashed rows, and gates of streams (Qwen Team 2026).
 
     rows = ngrams(tokens, STATE("model.layers.1", i64[2], part="ngrams"), multipliers, sizes, starts, end=0)
     e = merge_heads(embedding(rows, W("table", bf16[320001536, 160])))

@@ -1,4 +1,4 @@
-"""Attention to tokens of runs that an indexer chose by mean keys (QSA), next to recurrent state, against transformers.
+"""Attention to tokens of runs that an indexer chose by mean keys (QSA), against transformers.
 
 Runs have 4 tokens, of which 3 are chosen: queries see 12 of them and those after the last whole run.
 """

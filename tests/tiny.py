@@ -48,7 +48,7 @@ QWEN4_EXP = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "indexe
              "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "hc_count": 3, "hc_lowrank": 10, "output_gate_type": "sigmoid",
              "indexer_n_heads": 24, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 12, "indexer_compress_ratio": 4,
              "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-             "ple_layer_ids": [1, 3], "ple_embed_dim": 16, "ple_conv_kernel_size": 3, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 31,
+             "ple_layer_ids": [1], "ple_embed_dim": 16, "ple_conv_kernel_size": 3, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 31,
              "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "eos_token_id": 7}  # fmt: skip
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -379,6 +379,7 @@ FORMS = {
     ),
     "qwen4_exp": HubForm(
         "vllm/models/qwen4_exp/nvidia/model.py; Qwen/Qwen3.8-Flash-Next",
+        changes={"ple_layer_ids": [1, 3]},
         fields={"architectures": ["Qwen4ExpForConditionalGeneration"], "layer_types": ["linear_attention", "full_attention"] * 2},
         in_bf16=("A_log", "dt_bias"),
         names={r"^model\.": "model.language_model."},

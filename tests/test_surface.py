@@ -80,7 +80,7 @@ passes: fuse_sibling_linears fuse_linear_activate fuse_norm_linear fuse_norm_rou
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
-model.norm: kind eps weight unweighted weighs_input bias offset final_offset before gated gate_rank after after_eps after_only
+model.norm: kind eps weight unweighted weighs_input bias offset final final_offset before gated gate_rank after after_eps after_only
 model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
 model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
 model.attention.compress: every overlaps
@@ -114,7 +114,8 @@ model.channel_scales.NAME: factor power
 model.residual_gate: kind factor
 model.own_norms.NAME: before after
 model.per_layer_input: dims vocab activation
-model.streams: kind num rounds eps write_scale write_eps merge layers in_mtp
+model.ngrams: layers size heads dim rows multiple parts taps end
+model.streams: kind num rank rounds eps write_scale write_eps merge layers in_mtp
 model.vision: channels patch frames mean std patch_bias table_side hidden layers layer_types window norm eps heads bias o_bias rope_theta mlp mlp_bias width activation out deepstack weights min_pixels max_pixels resample token bidirectional row_token final_norm area normalizes patch_order table_length v_norm scale after_norms clips
 model.vision.video: token text pixels_of min_pixels max_pixels time tokens_per_second
 model.vision: model_types max_edge patch_norm rope_order assumes min_edge pad table_mode assumes class_token qk_norm layer_scale
@@ -151,7 +152,7 @@ MODEL_FILES = """
 afmoe alice_ai apertus apertus1p5 arcee aria auto axk1 axk2 baichuan bailing_moe bailing_moe_v2 bailing_moe_v3 bamba beam biogpt bloom codegen chatglm cohere cohere2 cohere2_moe cohere_compass cosmos3_edge cwm dbrx decoder deepseek deepseek_v3 deepseek_v4 deepseek_v32 dory dots1 eagle3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma
 gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa gpt2 gpt_bigcode gpt_neo glm_ocr gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared granitemoe_swa granite_swa helium hrm_text hunyuan_dense hunyuan_moe hy_v3
 hyperclovax internlm2 internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_k3 kimi_linear kimi_vl laguna kolibri1 lfm2 lfm2_moe lfm3 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash mllama mimo minicpm minicpm3 minicpmv minimax_m2 minimax_m3 minimax_text_01 ministral ministral3 mistral mistral4 mixtral molmo2 mpt muse_glimmer muse_spark nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt paligemma paligemma2 persimmon orion ouro pangu_embedded param2moe paddleocr_vl phi phi3 phimoe qwen2 qwen2_audio qwen2_moe qwen2_vl qwen2_5_vl
-qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe sarvam_mla seed_oss smollm2 smollm3 solar_open stablelm starcoder2 step3p5 vaultgemma voxtral youtu zamba2 zaya
+qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp sarvam_mla seed_oss smollm2 smollm3 solar_open stablelm starcoder2 step3p5 vaultgemma voxtral youtu zamba2 zaya
 """
 
 TOOL_FORMATS = """

@@ -277,7 +277,7 @@ def test_every_op_documents_its_shapes():
     recurrent = {each for op in OWN if op.lowered is not None for each in (op, op.lowered)} | {ops.gated_delta_net}
     mixtures = {ops.experts, ops.plain_experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
     vision = {op for op in OWN if op.body.__module__ == "atom.graph.ops.vision"} | {ops.clip}
-    modules = {f"atom.graph.ops.{name}" for name in ("sparse", "block_sparse", "compressed", "mqa")}
+    modules = {f"atom.graph.ops.{name}" for name in ("sparse", "block_sparse", "compressed", "mqa", "ngrams")}
     chosen = {op for op in OWN if op.body.__module__ in modules}
     held = in_steps | latent | mixtures | recurrent | collectives | vision | chosen
     assert {op for op, _, _ in CALLS} | held == set(OWN)

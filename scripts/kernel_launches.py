@@ -612,6 +612,8 @@ def attend_to_chosen(arch: str) -> None:
             kv_b = zeros(heads * 256, 512, dtype=dtype)
             for attention in (PagedLatentAttention, HopperAttention)[: 2 if arch == "sm_90" else 1]:
                 attention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, scale=0.1)
+            sinks = zeros(heads, dtype=torch.float32)
+            PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, sinks, scale=0.1)
         attend_without_rope(dtype)
 
 

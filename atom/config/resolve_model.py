@@ -597,9 +597,8 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
     check_only_gqa(attention, at)
-    for name, value in (("sinks", False), ("window", None)):
-        if getattr(attention, name) != value:
-            raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for kind mla")
+    if attention.window is not None and attention.index is not None:
+        raise UnsupportedError(f"{at}.window={attention.window} is not supported with an index")
     if attention.q_joined and attention.q_rank is None:
         raise ConfigError(f"{at}.q_joined=true: queries have no latent; set {at}.q_rank")
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"

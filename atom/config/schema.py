@@ -128,6 +128,7 @@ class IndexConfig:
     block: int | None = number(None, 1, INT32)  # gqa: tokens that are chosen as a whole, by the best of their keys
     local: int = number(1, 1, INT32)  # gqa: blocks that are always chosen, a query's own and those before it
     interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
+    last: bool = False  # mla: it turns the last dims
     eps: float = number(1e-6, 0)  # of the layer norm of keys
     layers: list[str] | None = None  # by layer: full, shared with the last full one, or none; null: all are full
 
@@ -168,7 +169,7 @@ class AttentionConfig:
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
-    sinks: bool = False  # gqa, mqa: a score for each head that takes part in the softmax and has no value
+    sinks: bool = False  # a score for each head that takes part in the softmax and has no value
     alibi: str = one_of("none", "added", "scaled")  # gqa: scores fall with the distance; scaled: as dot products are
     window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
     chunked: bool = False  # gqa: a query sees the tokens from a multiple of the window on, not so many

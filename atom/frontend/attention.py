@@ -274,15 +274,16 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         q = rotate(writer, q, rotary.grown, rotary.interleaved, "q")
         q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")
         k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope")
-    cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))
-    more: list[Any] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None]
+    window, entry = window_of(model, attention, layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated)
+    cache = KV(writer.name("layer", layer), entry, window)
+    more: list[Any] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None, None]
     if attention.index is not None:
-        more.append(choose_entries(writer, h, required(q_a), attention.index, rotary, layer))
+        more[1] = choose_entries(writer, h, required(q_a), attention.index, rotary, layer)
+    more.append(sinks_of(writer, attention, layer))
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
-    scale = required(attention.scale)
-    a = writer.call(
-        ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *without_last_nones(more), scale=scale, name="a"
-    )
+    attributes = {"scale": required(attention.scale)} | ({} if window is None else {"window": window})
+    args = q, q_rope, latent, k_rope, kv_b, cache, *without_last_nones(more)
+    a = writer.call(ops.mla_attention, *args, **attributes, name="a")
     gate = writer.call(ops.merge_heads, gates[0], name="gate") if gates else None
     return writer.linear(merge_gated(writer, a, h, attention, layer, gate), "o", model.hidden, attention.o_bias, layer)
 
@@ -299,9 +300,9 @@ def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotar
     norm = (writer.weight("index_k_norm", (index.dim,), layer, part) for part in ("weight", "bias"))
     k = writer.call(ops.layer_norm, k, *norm, eps=index.eps, name="index_k")
     k = writer.call(ops.split_heads, k, heads=1, name="index_k")
-    if rotary is not None:
-        q = rotate(writer, q, rotary.keys, index.interleaved, "index_q")
-        k = rotate(writer, k, rotary.keys, index.interleaved, "index_k")
+    if rotary is not None and rotary.keys is not None:
+        turn = rotate_last if index.last else rotate
+        q, k = (turn(writer, x, rotary.keys, index.interleaved, f"index_{n}") for n, x in (("q", q), ("k", k)))
     k = writer.call(ops.merge_heads, k, name="index_k")
     weights = writer.linear(h, "index_weights", index.heads, False, layer)
     entry = index_entry(writer.cache_dtype, index.dim)
@@ -331,7 +332,7 @@ def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     q = writer.norm(q, "q_b_norm", layer, name="q", weight_of_heads="none")
     kv = writer.call(ops.split_heads, writer.norm(kv, "kv_norm", layer, name="kv"), heads=1, name="kv")
     if rotary is not None:
-        q, kv = (rotate_last(writer, x, rotary.queries, rotary, x.name) for x in (q, kv))
+        q, kv = (rotate_last(writer, x, rotary.queries, rotary.interleaved, x.name) for x in (q, kv))
     kv = writer.call(ops.merge_heads, kv, name="kv")
     window = window_of(writer.model, attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (dim,)), window)
@@ -343,7 +344,7 @@ def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
         attributes["every"] = attention.compress.every
     a = writer.call(ops.mqa_attention, q, kv, cache, *without_last_nones(more), **attributes, name="a")
     if rotary is not None:
-        a = rotate_last(writer, a, required(rotary.back), rotary, "a")
+        a = rotate_last(writer, a, required(rotary.back), rotary.interleaved, "a")
     a = writer.call(ops.merge_heads, a, name="a")
     weight: Recipe = writer.stored(writer.weight_name("o_a", layer), (groups * o_rank, heads * dim // groups))
     weight = weight if weight.type.fmt is None else Dequantize(weight)

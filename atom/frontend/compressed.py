@@ -44,7 +44,7 @@ def pool(
     if rotary is None:
         return pooled
     pooled = writer.call(ops.split_heads, pooled, heads=1, name=role)
-    pooled = rotate_last(writer, pooled, required(rotary.runs), rotary, role)
+    pooled = rotate_last(writer, pooled, required(rotary.runs), rotary.interleaved, role)
     merged: Node = writer.call(ops.merge_heads, pooled, name=role)
     return merged
 
@@ -67,7 +67,7 @@ def choose_runs(
     q = writer.linear(q_a, "index_q", index.heads * index.dim, False, layer)
     q = writer.call(ops.split_heads, q, heads=index.heads, name="index_q")
     if rotary is not None:
-        q = rotate_last(writer, q, rotary.queries, rotary, "index_q")
+        q = rotate_last(writer, q, rotary.queries, rotary.interleaved, "index_q")
     k = pool(writer, h, "index", index.dim, compress, rotary, layer)
     weights = writer.linear(h, "index_weights", index.heads, False, layer)
     entry = index_entry(writer.cache_dtype, index.dim)

@@ -66,13 +66,13 @@ def rotate(writer: Writer, x: Node, pair: tuple[Node, Node] | None, interleaved:
     return rotated
 
 
-def rotate_last(writer: Writer, x: Node, pair: tuple[Node, Node], rotary: Rotary, name: str) -> Node:
+def rotate_last(writer: Writer, x: Node, pair: tuple[Node, Node], interleaved: bool, name: str) -> Node:
     """x [T, N, D], the last of its dims rotated"""
     size, turned = int(x.meta["type"].shape[-1]), 2 * int(pair[0].meta["type"].shape[-1])
     if size == turned:
-        return rotate(writer, x, pair, rotary.interleaved, name)
+        return rotate(writer, x, pair, interleaved, name)
     still, last = writer.call(ops.split, x, sizes=[size - turned, turned], name=(name, f"{name}_rope"))
-    last = rotate(writer, last, pair, rotary.interleaved, f"{name}_rope")
+    last = rotate(writer, last, pair, interleaved, f"{name}_rope")
     joined: Node = writer.call(ops.join, still, last, name=name)
     return joined
 

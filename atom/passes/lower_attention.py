@@ -99,7 +99,7 @@ def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
-    q, rotated, latent, k_rope, kv_b, cache, *more = attention.args  # the scale of latents in fp8, what is selected
+    q, rotated, latent, k_rope, kv_b, cache, *more = attention.args  # scale of latents in fp8, what is selected, sinks
     scales = [scale for scale in more[:1] if scale is not None]
     batch = graph.program_of(attention).input("batch", BATCH)
     q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)

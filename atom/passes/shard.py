@@ -354,7 +354,9 @@ class _Writer:
         if not isinstance(self._state(q), Divided):
             return self.copy(node)
         queries, entry = map(self._value, (q, q_rope)), map(self.whole, (latent, k_rope))
-        args = *queries, *entry, self._share(kv_b), cache, *(each and self.whole(each) for each in more)
+        more[2:] = [each and self._share(each) for each in more[2:]]  # sinks, by head
+        more[:2] = [each and self.whole(each) for each in more[:2]]
+        args = *queries, *entry, self._share(kv_b), cache, *more
         return self._call(node, ops.mla_attention, *args, state=Divided())
 
     def mul(self, node: Node) -> None:

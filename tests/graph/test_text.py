@@ -161,7 +161,7 @@ def body(q: bf16[T, 2, 8], batch: Batch):
         parse("def f(batch: Batch):\n    x = add(batch, batch)\n    return x\n")
 
 
-def test_latent_attention_has_no_window():
+def test_latent_attention_to_all_tokens_needs_a_cache_of_them():
     text = """\
 def body(q: bf16[T, 2, 8], r: bf16[T, 2, 4], latent: bf16[T, 16], k: bf16[T, 1, 4]):
     a = mla_attention(q, r, latent, k, W("kv_b", bf16[32, 16]), KV("0", bf16[20]%s), scale=1.0)
@@ -169,5 +169,5 @@ def body(q: bf16[T, 2, 8], r: bf16[T, 2, 4], latent: bf16[T, 16], k: bf16[T, 1, 
 """
     (cache,) = parse(text % "").states()
     assert cache.kind == "full"
-    with pytest.raises(ConfigError, match=r"graph:2: .*latent attention has no window, the cache keeps 4 tokens"):
+    with pytest.raises(ConfigError, match=r"graph:2: .*a query sees all tokens, the cache keeps 4"):
         parse(text % ", window=4")

@@ -73,7 +73,7 @@ def make_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] =
 
 
 def make_latent_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, heads: int = 1, rank: int = 12,
-                      plain: int = 8, rotated: int = 6, value: int = 10, block_size: int = 16,
+                      plain: int = 8, rotated: int = 6, value: int = 10, block_size: int = 16, window: int | None = None,
                       dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, foreign: float = NAN,
                       seed: int = 0) -> LatentCase:  # fmt: skip
     """As make_case; q_nope and q_rope are views of one linear's output, as in a model."""
@@ -81,7 +81,7 @@ def make_latent_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, 
     counts = [1] * len(decodes) + [num for num, _ in prefills]
     lengths = [*decodes, *(length for _, length in prefills)]
     entry = torch.Size((rank + rotated,))
-    blocks, table = _scatter(counts, lengths, entry, block_size, None, cache_dtype or dtype, foreign, random)
+    blocks, table = _scatter(counts, lengths, entry, block_size, window, cache_dtype or dtype, foreign, random)
     q = torch.randn(sum(counts), heads, plain + rotated, generator=random).to(dtype)
     kv_b = (torch.randn(heads * (plain + value), rank, generator=random) / rank**0.5).to(dtype)
     q_nope, q_rope = q.split([plain, rotated], dim=2)

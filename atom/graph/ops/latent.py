@@ -16,10 +16,13 @@ from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import (
     FP8,
     attend,
-    cached_entries,
+    entries_of,
     need_batch,
     need_scales,
     need_selected,
+    need_sinks,
+    need_window,
+    queried,
     rope,
     to_entry,
     write_entries,
@@ -64,8 +67,9 @@ def split_entries(
 
 
 def attend_latent(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, scale: float,
-                  selected: Tensor | None = None) -> Tensor:  # fmt: skip
-    """One sequence, its latents expanded to keys and values (DeepSeek-AI 2024, section 2.1); selected: as in `attend`
+                  selected: Tensor | None = None, sinks: Tensor | None = None,
+                  window: int | None = None) -> Tensor:  # fmt: skip
+    """One sequence, its latents expanded to keys and values (DeepSeek-AI 2024, section 2.1); more: as in `attend`
 
     q_nope [Q, N, P] and q_rope [Q, N, R] at the last Q of C positions, latent [C, L], k_rope [C, R], kv_b [N (P + U),
     L] -> [Q, N, U]
@@ -74,15 +78,18 @@ def attend_latent(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor
     expanded = F.linear(latent.to(kv_b.dtype), kv_b).view(len(latent), heads, len(kv_b) // heads)
     rotated = k_rope.to(kv_b.dtype).unsqueeze(1).expand(-1, heads, -1)
     keys = torch.cat((expanded[..., :plain], rotated), dim=-1)
-    return attend(torch.cat((q_nope, q_rope), dim=-1), keys, expanded[..., plain:], scale, selected=selected)
+    q, values = torch.cat((q_nope, q_rope), dim=-1), expanded[..., plain:]
+    return attend(q, keys, values, scale, window, sinks=sinks, selected=selected)
 
 
-def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, k_scale: Type | None, selected: Type | None) -> Type:
+def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, k_scale: Type | None, selected: Type | None,
+            sinks: Type | None, window: int | None) -> Type:  # fmt: skip
     """The type of latent attention's result [T, N, U]."""
     need_scales(cache, k_scale)
     need_selected(selected, q_nope)
-    need(cache.every is None, f"the cache keeps an entry for {cache.every} tokens, not for each")
-    need(cache.window is None, f"latent attention has no window, the cache keeps {cache.window} tokens")
+    need_sinks(sinks, q_nope)
+    need_window(cache, window, chunked=False)
+    need(selected is None or window is None, "queries that choose what they see have no window")
     (tokens, heads, plain), rank = q_nope.shape, int(kv_b.shape[1])
     need(q_rope.shape[:2] == (tokens, heads), f"q without position is {q_nope}, rotated {q_rope}")
     entry = latent_entry(cache.type.dtype, q_rope.dtype, rank, int(q_rope.shape[2]))
@@ -93,24 +100,27 @@ def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, k_scale: Type | N
 
 
 def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b: Type, cache: KV,
-                   k_scale: Type | None = None, selected: Type | None = None, *, scale: float) -> Type:  # fmt: skip
+                   k_scale: Type | None = None, selected: Type | None = None, sinks: Type | None = None, *,
+                   scale: float, window: int | None = None) -> Type:  # fmt: skip
     need(latent.shape[-1] == kv_b.shape[1], f"the latent is {latent}, kv_b {kv_b}")
     need(k_rope.shape == (q_rope.shape[0], 1, q_rope.shape[2]), f"q is {q_rope}, its key {k_rope}")
-    return _latent(q_nope, q_rope, kv_b, cache, k_scale, selected)
+    return _latent(q_nope, q_rope, kv_b, cache, k_scale, selected, sinks, window)
 
 
 @op(_mla_attention, level=SEMANTIC, weight=4)
 def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor,
-                  cache: PagedCache | None, k_scale: Tensor | None = None, selected: Tensor | None = None, *,
-                  scale: float) -> Tensor:  # fmt: skip
+                  cache: PagedCache | None, k_scale: Tensor | None = None, selected: Tensor | None = None,
+                  sinks: Tensor | None = None, *, scale: float, window: int | None = None) -> Tensor:  # fmt: skip
     """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
 
     q_nope [T, N, P], q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], kv_b [N (P + U), L] -> [T, N, U]; the cache,
     where a lowered graph keeps latent and k_rope, is not touched, and so the scale of its latents is not needed.
 
     selected: i32[T, G, k], the positions that each query attends to, see sparse.py; None: all up to its own
+    sinks: [N], as in `attention`
+    window: tokens that a query sees, its own included; None: all
     """
-    return attend_latent(q_nope, q_rope, latent, k_rope.squeeze(1), kv_b, scale, selected)
+    return attend_latent(q_nope, q_rope, latent, k_rope.squeeze(1), kv_b, scale, selected, sinks, window)
 
 
 def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type | None, sin: Type | None,
@@ -141,26 +151,28 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
 
 
 def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, batch: BatchType,
-                         k_scale: Type | None = None, selected: Type | None = None, *,
-                         scale: float) -> Type:  # fmt: skip
+                         k_scale: Type | None = None, selected: Type | None = None, sinks: Type | None = None, *,
+                         scale: float, window: int | None = None) -> Type:  # fmt: skip
     need_batch(batch)
-    return _latent(q_nope, q_rope, kv_b, cache, k_scale, selected)
+    return _latent(q_nope, q_rope, kv_b, cache, k_scale, selected, sinks, window)
 
 
 @op(_paged_mla_attention, level=LOWERED, weight=2)
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                        k_scale: Tensor | None = None, selected: Tensor | None = None, *,
-                        scale: float) -> Tensor:  # fmt: skip
+                        k_scale: Tensor | None = None, selected: Tensor | None = None, sinks: Tensor | None = None, *,
+                        scale: float, window: int | None = None) -> Tensor:  # fmt: skip
     """Latent attention of a batch's sequences over the blocks that their rows of the table list.
 
     Rows of several tokens may list blocks that other rows of the batch write, so all entries are written before.
 
     q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, E], k_scale fp32[1], which
-    multiplies latents in fp8, selected i32[T, G, k], as in `mla_attention` -> [T, N, U]
+    multiplies latents in fp8, selected i32[T, G, k] and sinks [N], as in `mla_attention` -> [T, N, U]
     """
     out = q_nope.new_zeros(*q_nope.shape[:2], kv_b.shape[0] // q_nope.shape[1] - q_nope.shape[2])
-    for own, entries in cached_entries(cache, batch):
+    for row, own in queried(batch):
+        before = 0 if window is None else max(int(batch.lengths[row]) - (own.stop - own.start) - window + 1, 0)
+        entries = entries_of(cache, batch, row, before)
         parts = split_entries(entries, kv_b.shape[1], q_rope.dtype, k_scale)
         chosen = None if selected is None else selected[own]
-        out[own] = attend_latent(q_nope[own], q_rope[own], *parts, kv_b, scale, chosen)
+        out[own] = attend_latent(q_nope[own], q_rope[own], *parts, kv_b, scale, chosen, sinks, window)
     return out

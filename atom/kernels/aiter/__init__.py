@@ -235,11 +235,13 @@ def _accepts_attention(target: Target, q: Type, *types: Any, chunked: bool = Fal
 
 
 def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, _batch: Any,
-                    _k_scale: Type | None = None, selected: Type | None = None,
-                    **_attributes: Any) -> str | None:  # fmt: skip
+                    _k_scale: Type | None = None, selected: Type | None = None, sinks: Type | None = None, *,
+                    window: int | None = None, **_attributes: Any) -> str | None:  # fmt: skip
     """latents in bf16, of powers of two, all of them"""
     if selected is not None:
         return "attends to all entries, not to those that an indexer chooses"
+    if sinks is not None or window is not None:
+        return "attends to latents without sinks and windows"
     if cache.type.dtype == FP8:
         return f"reads latents and rotated keys of one dtype, not of a cache in {FP8}"
     if q_rope.dtype != LATENT_DTYPE:

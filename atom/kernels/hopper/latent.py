@@ -27,10 +27,10 @@ class PagedLatentAttention(latent.PagedLatentAttention):
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
     def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Tensor | None, rows: Rows,
-                    selected: Tensor, scale: float) -> latent.Sums:  # fmt: skip
-        if chosen_attention.suits(q, q_rope, cache):
+                    selected: Tensor, sinks: Tensor | None, scale: float) -> latent.Sums:  # fmt: skip
+        if sinks is None and chosen_attention.suits(q, q_rope, cache):
             return latent.Sums(*chosen_attention.attend_chosen(q, q_rope, cache, rows, selected, scale))
-        return super()._sum_chosen(q, q_rope, cache, k_scale, rows, selected, scale)
+        return super()._sum_chosen(q, q_rope, cache, k_scale, rows, selected, sinks, scale)
 
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
                          k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor | None:  # fmt: skip

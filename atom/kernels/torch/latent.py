@@ -22,7 +22,7 @@ from atom.graph import Batch, PagedCache
 from atom.graph.ops.latent import split_entries
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.prefill import Prefill
-from atom.kernels.torch.softmax import Rule
+from atom.kernels.torch.softmax import Rule, kept_of_sinks, softmax_
 from atom.kernels.torch.sparse import find_slots
 from atom.kernels.torch.workspace import Workspace
 
@@ -40,17 +40,17 @@ class PagedLatentAttention:
         self._expanded_bytes = expanded_bytes
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                 k_scale: Tensor | None = None, selected: Tensor | None = None, *,
-                 scale: float) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, selected: Tensor | None = None, sinks: Tensor | None = None, *,
+                 scale: float, window: int | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
-        rule = Rule(scale, value_scale=1.0 if k_scale is None else float(k_scale))
+        rule = Rule(scale, sinks=sinks, value_scale=1.0 if k_scale is None else float(k_scale))
         if selected is not None and len(batch.lengths) and int(batch.lengths.max()) > selected.shape[2]:
             slots = find_slots(selected[:, 0], cache, batch)
             return self._attend_chosen(q_nope, q_rope, weight, cache.blocks.flatten(0, 1), slots, rule)
         blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
-        plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, None, batch, q_rope.dtype)
+        plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, window, batch, q_rope.dtype)
         num_decodes = plan.num_decodes
         out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
         if num_decodes:
@@ -89,7 +89,8 @@ class PagedLatentAttention:
             wide_keys[..., :plain].copy_(keys)
             wide_keys[..., plain:].copy_(k_rope)
             wide_values = self._workspace.take("values", *values.shape).copy_(values)
-            prefill.attend(q[:, some], wide_keys, wide_values, rule, out[:, some])
+            own = rule if rule.sinks is None else rule._replace(sinks=rule.sinks[some])
+            prefill.attend(q[:, some], wide_keys, wide_values, own, out[:, some])
 
     def _attend_chosen(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, slots: Tensor,
                        rule: Rule) -> Tensor:  # fmt: skip
@@ -104,7 +105,11 @@ class PagedLatentAttention:
             keys = torch.cat((latents.float(), k_rope.float()), dim=1).view(len(own), num, -1)
             q = self._absorb(q_nope[some], q_rope[some], weight, rule)
             scores = torch.bmm(q, keys.mT).mul_(rule.scale).masked_fill_((own < 0).unsqueeze(1), float("-inf"))
-            sums = torch.bmm(scores.softmax(-1), keys[..., :rank]).masked_fill_((first < 0).unsqueeze(2), 0.0)
+            totals = softmax_(scores)
+            sums = torch.bmm(scores, keys[..., :rank])
+            if rule.sinks is not None:
+                sums.mul_(kept_of_sinks(totals, rule.sinks))
+            sums.masked_fill_((first < 0).unsqueeze(2), 0.0)
             self._sum_values(sums * rule.value_scale, weight, out[some])
         return out
 

@@ -22,6 +22,8 @@ from atom.passes.context import PassContext
 from atom.passes.lower_attention import ahead_of_norm_rope
 from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
 
+LATENT_ARGS = 7  # of mla_attention, to the scale of latents in fp8
+
 
 def hand_over_attention(graph: Graph, context: PassContext) -> Graph:
     if graph.find(ops.index_topk) or graph.find(ops.index_blocks):
@@ -37,6 +39,8 @@ def hand_over_attention(graph: Graph, context: PassContext) -> Graph:
         layer = graph.insert(attention, attention_layer, *args, layer=cache.name, name="a", **attention.kwargs)
         graph.replace({attention: layer})
     for attention in graph.find(ops.mla_attention):
+        if len(attention.args) > LATENT_ARGS or "window" in attention.kwargs:
+            raise UnsupportedError("latent attention has sinks or a window, which vLLM's layers for it do not")
         *args, cache = attention.args[:6]
         args = _without_measured(*args, *attention.args[6:])
         layer = graph.insert(attention, mla_attention_layer, *args, layer=cache.name, name="a", **attention.kwargs)

@@ -60,6 +60,16 @@ def test_latent_attention_is_that_of_deepseek_v3(interleaved: bool, q_rank: int 
         torch.testing.assert_close(ops.linear(ops.merge_heads(out), layer.o_proj.weight), expected)
 
 
+def test_latent_attention_with_sinks_and_a_window_is_that_to_expanded_entries():
+    q_nope, q_rope, latent, k_rope = random_inputs(T)
+    kv_b, sinks = torch.randn(N * (P + U), L), torch.randn(N)
+    keys, values = (latent @ kv_b.T).view(T, N, P + U).split([P, U], dim=-1)
+    q, k = torch.cat((q_nope, q_rope), -1), torch.cat((keys, k_rope.expand(T, N, R)), -1)
+    args = q_nope, q_rope, latent, k_rope, kv_b, Cache(KV("0", LAYER.type, 3), None), None, None, sinks
+    out = checked(ops.mla_attention, *args, scale=0.5, window=3)
+    torch.testing.assert_close(out, ops.attention(q, k, values, None, sinks, scale=0.5, window=3))
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_size: int, query_len: int):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checks import assert_as_near, assert_equal, calls_of
-from kernels.paged import LatentCase, change, make_latent_case, reference
+from kernels.paged import LatentCase, change, choices, make_latent_case, reference
 
 from atom.kernels.torch import PagedLatentAttention, latent
 
@@ -52,6 +52,19 @@ def test_the_cache_may_have_another_dtype(form, dtype, cache_dtype):
     case = make_latent_case([20, 5], [(7, 30)], heads=3, dtype=dtype, cache_dtype=cache_dtype)
     truth = reference(case, scale=0.3, wide=True)
     assert_as_near(PagedLatentAttention()(*case, scale=0.3), reference(case, scale=0.3), truth)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1, False), (20, True)])
+def test_sinks_and_windows(window, has_sinks, form):
+    case = make_latent_case([1, 70, 33, 300], [(7, 30), (40, 50), (9, 300)], heads=3, window=window, foreign=math.nan)
+    attributes = {"scale": 0.3, "window": window, "sinks": torch.tensor([-2.0, 0.5, 4.0]) if has_sinks else None}
+    assert_equal(PagedLatentAttention()(*case, **attributes), reference(case, **attributes))
+
+
+def test_queries_with_sinks_attend_to_what_they_chose():
+    case = make_latent_case([70, 3], [(7, 30)], heads=3)
+    more = {"selected": choices(case, 20), "sinks": torch.tensor([-2.0, 0.5, 4.0]), "scale": 0.3}
+    assert_equal(PagedLatentAttention()(*case, **more), reference(case, **more))
 
 
 def test_lengths_around_the_ends_of_blocks_and_tiles(form):

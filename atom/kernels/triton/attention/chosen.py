@@ -1,6 +1,6 @@
 """Absorbed latent attention to chosen entries (DeepSeek-AI 2025, DeepSeek Sparse Attention).
 
-    sums, weights = attend_chosen(q, q_rope, cache, keys, k_scale, rows, selected, scale, tiles)    # Sums of latent.py
+    sums, weights = attend_chosen(q, q_rope, cache, keys, k_scale, rows, selected, sinks, scale, tiles)    # `Sums`
 
 A program has some heads of one token, which share what the token chose. It gathers tiles of these entries, by slots
 that another launch has looked up. Of few tokens each is split over its entries.
@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.attention.common import NOTHING, wait_for_inputs
+from atom.kernels.triton.attention.common import NOTHING, begin_softmax, wait_for_inputs
 from atom.kernels.triton.attention.rows import Rows, count_seen
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
@@ -23,12 +23,13 @@ MIN_PART = 128  # entries of a split
 
 
 def attend_chosen(q: Tensor, q_rope: Tensor, cache: Tensor, keys: Tensor, k_scale: Tensor | None, rows: Rows,
-                  selected: Tensor, scale: float,
+                  selected: Tensor, sinks: Tensor | None, scale: float,
                   tiles: tuple[int, int, int, int]) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Absorbed queries q [N, R, L] and q_rope [R, N, P], selected i32[R, k] -> sums of entries [N, R, L], None; or of
     parts fp32[splits, N, R, L], and the log2 of what each weighs fp32[splits, N, R].
 
     cache and keys [blocks, block size, E]: one memory, as latents and as rotated keys are read
+    sinks: [N], scores without a value
     tiles: heads and entries of a program's tile, warps and stages
     """
     (heads, num, rank), (_, top_k), gpu = q.shape, selected.shape, find_gpu(q.device)
@@ -43,10 +44,11 @@ def attend_chosen(q: Tensor, q_rope: Tensor, cache: Tensor, keys: Tensor, k_scal
         weights = q.new_empty(num_splits, heads, num, dtype=torch.float32)
     slots, counts = find_slots(selected, rows, cache.shape[1])
     _chosen_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, keys, k_scale, slots, counts, sums, weights, num, num_splits, scale * math.log2(math.e),
-        q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank, ROTATED=q_rope.shape[2], ENTRY=cache.shape[2],
-        KEY_ENTRY=keys.shape[2], TOP_K=top_k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_L=block_l, BLOCK_R=block_r,
-        num_warps=num_warps, num_stages=num_stages, **gpu.options,
+        q, q_rope, cache, keys, k_scale, slots, counts, sinks, sums, weights, num, num_splits,
+        scale * math.log2(math.e), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
+        ROTATED=q_rope.shape[2], ENTRY=cache.shape[2], KEY_ENTRY=keys.shape[2], TOP_K=top_k,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_L=block_l, BLOCK_R=block_r, num_warps=num_warps, num_stages=num_stages,
+        **gpu.options,
     )  # fmt: skip
     return sums, weights
 
@@ -86,7 +88,7 @@ def _slots_kernel(selected, table, starts, lengths, slots, counts, num_sequences
 
 
 @jit(do_not_specialize=["num_tokens", "num_splits"])
-def _chosen_kernel(q, q_rope, cache, keys, k_scale, slots, counts, out, weights, num_tokens, num_splits, scale,
+def _chosen_kernel(q, q_rope, cache, keys, k_scale, slots, counts, sinks, out, weights, num_tokens, num_splits, scale,
                    q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
                    ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -122,8 +124,7 @@ def _chosen_kernel(q, q_rope, cache, keys, k_scale, slots, counts, out, weights,
         rope_rows = q_rope + token.to(tl.int64) * q_stride + heads[:, None] * head_stride
         q_rotated = tl.load(rope_rows + dims[None, :], mask=is_head[:, None] & (dims < ROTATED)[None, :], other=0.0)
 
-    best = tl.full([BLOCK_M], NOTHING, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    best, total = begin_softmax(sinks, heads, is_head, tl.program_id(1) == 0)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     numbers = start + tl.arange(0, BLOCK_N)
     slot = tl.load(slots + token.to(tl.int64) * TOP_K + numbers, mask=numbers < stop, other=0)

@@ -183,6 +183,19 @@ def attend_keys(
 
 
 @jit
+def begin_softmax(sinks, heads, mask, is_first):
+    """The highest score in log2 of rows, and their totals, ahead of all positions: of the sinks of `heads` i32[M], if
+    there are any, in the first part of a context."""
+    best = tl.full(heads.shape, NOTHING, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E
+        best = tl.where(is_first, tl.clamp(sink, NOTHING, -NOTHING), best)  # infinite ones would give NaN
+        total = tl.where(is_first, 1.0, total)
+    return best, total
+
+
+@jit
 def store_attended(acc, best, total, sinks, v_scale, out, heads, rows, mask, DIM: tl.constexpr):
     """acc [M, BLOCK_D] of values of v_scale (None: 1), divided by its total and the sinks' of `heads` i32[M], to `out`
     at the offsets `rows` [M]."""

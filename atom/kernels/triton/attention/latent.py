@@ -25,7 +25,7 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention.chosen import attend_chosen
-from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.attention.common import NOTHING, begin_softmax, find_owner, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.rope import store_rotated
 from atom.kernels.triton.attention.rows import Rows, split_rows
 from atom.kernels.triton.compile.jit import jit
@@ -93,8 +93,8 @@ class PagedLatentAttention:
     """The op `paged_mla_attention`; its calls must run one after another."""
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                 k_scale: Tensor | None = None, selected: Tensor | None = None, *,
-                 scale: float) -> Tensor:  # fmt: skip
+                 k_scale: Tensor | None = None, selected: Tensor | None = None, sinks: Tensor | None = None, *,
+                 scale: float, window: int | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
         num_queries = num_decodes * batch.query_len
@@ -103,49 +103,54 @@ class PagedLatentAttention:
         weight = kv_b.view(heads, -1, rank)
         out = new_rows(q_nope, tokens, heads, weight.shape[1] - plain)
         if selected is not None and table.shape[1] * blocks.shape[1] > selected.shape[2]:  # else all were chosen
-            self._attend_chosen(q_nope, q_rope, weight, cache, batch, k_scale, selected.squeeze(1), scale, out)
+            chosen = selected.squeeze(1)
+            self._attend_chosen(q_nope, q_rope, weight, cache, batch, k_scale, chosen, sinks, scale, out)
             return out
+        rule = sinks, scale, window
         if num_decodes:
             some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
             q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
             lengths = batch.lengths[:num_decodes]
-            sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, lengths, k_scale, scale)
+            sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, lengths, k_scale, rule)
             if has_few and sums.weights is not None:
                 _merge_values(sums, weight, out[some])
             else:
                 _sum_values(_merge(sums, q.dtype), weight, out[some])
         if tokens > num_queries:
-            plan = self._attend_expanded(q_nope, q_rope, weight, cache, batch, k_scale, scale, out)
+            plan = None
+            if sinks is None and window is None:
+                plan = self._attend_expanded(q_nope, q_rope, weight, cache, batch, k_scale, scale, out)
             others = slice(num_queries, tokens)
             sequences = table[num_decodes:], batch.starts[num_decodes:], batch.lengths[num_decodes:]
             at_once = max(1, ABSORBED_BYTES // ((tokens - num_queries) * rank * q_nope.element_size()))
             for first in range(0, heads, at_once):
                 some = slice(first, first + at_once)
                 _attend_absorbed(q_nope[others, some], q_rope[others, some], weight[some], blocks, *sequences, plan,
-                                 k_scale, scale, out[others, some])  # fmt: skip
+                                 k_scale, (_of_heads(sinks, some), scale, window), out[others, some])  # fmt: skip
         return out
 
     def _attend_chosen(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
-                       k_scale: Tensor | None, selected: Tensor, scale: float, out: Tensor) -> None:  # fmt: skip
+                       k_scale: Tensor | None, selected: Tensor, sinks: Tensor | None, scale: float,
+                       out: Tensor) -> None:  # fmt: skip
         """Attend to chosen entries, selected i32[T, k]"""
         at_once = ABSORBED_BYTES // (len(weight) * weight.shape[2] * q_nope.element_size())
         for rows, own in split_rows(cache.kind, batch, len(q_nope), at_once):
             has_few = rows.num <= FEW_QUERIES
             q = _absorb_few(q_nope[own], weight) if has_few else _absorb(q_nope[own], weight)
-            sums = self._sum_chosen(q, q_rope[own], cache.blocks, k_scale, rows, selected[own], scale)
+            sums = self._sum_chosen(q, q_rope[own], cache.blocks, k_scale, rows, selected[own], sinks, scale)
             if has_few and sums.weights is not None:
                 _merge_values(sums, weight, out[own])
             else:
                 _sum_values(_merge(sums, q.dtype), weight, out[own])
 
     def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Tensor | None, rows: Rows,
-                    selected: Tensor, scale: float) -> Sums:  # fmt: skip
+                    selected: Tensor, sinks: Tensor | None, scale: float) -> Sums:  # fmt: skip
         """Absorbed queries q [N, R, L] and q_rope [R, N, P], selected i32[R, k] -> sums of entries"""
         gpu, keys = find_gpu(q.device), view_keys(cache, q_rope.dtype)
         entry = sum(max(16, next_power_of_2(dim)) for dim in (q.shape[2], q_rope.shape[2]))
         element_size = max(q.element_size(), cache.element_size())
         tiles = choose_tiles(len(q), entry, element_size, gpu.shared_memory, takes_64=gpu.capability < (10, 0))
-        return Sums(*attend_chosen(q, q_rope, cache, keys, k_scale, rows, selected, scale, tiles))
+        return Sums(*attend_chosen(q, q_rope, cache, keys, k_scale, rows, selected, sinks, scale, tiles))
 
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
                          k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor | None:  # fmt: skip
@@ -153,18 +158,25 @@ class PagedLatentAttention:
         return None
 
 
+Rule = tuple[Tensor | None, float, int | None]  # sinks [N], scale and window
+
+
+def _of_heads(sinks: Tensor | None, some: slice) -> Tensor | None:
+    return None if sinks is None else sinks[some]
+
+
 def _attend_absorbed(q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
-                     lengths: Tensor, plan: Tensor | None, k_scale: Tensor | None, scale: float,
+                     lengths: Tensor, plan: Tensor | None, k_scale: Tensor | None, rule: Rule,
                      out: Tensor) -> None:  # fmt: skip
     """Attend prompts, or those that are not in the plan of expand.py."""
     if plan is None:
-        sums = _attend(_absorb(q_nope, weight), q_rope, cache, table, starts, lengths, k_scale, scale)
+        sums = _attend(_absorb(q_nope, weight), q_rope, cache, table, starts, lengths, k_scale, rule)
         _sum_values(sums.parts, weight, out)
         return
     (tokens, heads, plain), (_, _, rank) = q_nope.shape, weight.shape
     q = q_nope.new_empty(heads, tokens, rank)
     _multiply_rest(q_nope, weight[:, :plain], q.transpose(0, 1), starts, plan)
-    sums = _attend(q, q_rope, cache, table, starts, lengths, k_scale, scale, plan)
+    sums = _attend(q, q_rope, cache, table, starts, lengths, k_scale, rule, plan)
     _multiply_rest(sums.parts.transpose(0, 1), weight[:, plain:].mT, out, starts, plan)
 
 
@@ -239,13 +251,13 @@ def _merge_values(sums: Sums, weight: Tensor, out: Tensor) -> None:
 
 
 def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
-            k_scale: Tensor | None, scale: float, plan: Tensor | None = None) -> Sums:  # fmt: skip
+            k_scale: Tensor | None, rule: Rule, plan: Tensor | None = None) -> Sums:  # fmt: skip
     """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one after another -> sums of entries.
 
     Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
     Sequences of the plan of expand.py are left out, sums of theirs are not written.
     """
-    (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
+    (heads, tokens, rank), rope_dim, sequences, (sinks, scale, window) = q.shape, q_rope.shape[2], len(lengths), rule
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # tiles of tl.dot have at least 16
     gpu, keys = find_gpu(q.device), view_keys(cache, q_rope.dtype)
     element_size = max(q.element_size(), cache.element_size())
@@ -256,7 +268,8 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     num_splits = 1
     if starts is None:
         num_tiles = sequences * -(-heads * queries // tiles.rows)
-        max_splits = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
+        longest = min(table.shape[1] * cache.shape[1], math.inf if window is None else window + queries)
+        max_splits = int(-(-longest // (PART_TILES * tiles.positions)))
         num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, max_splits))
     else:
         num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
@@ -269,11 +282,12 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         sums = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
         weights = q.new_empty(num_splits, heads, tokens, dtype=torch.float32)
     _attend_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, sums, weights, sequences, tokens, num_splits,
-        scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
-        ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1], QUERIES=queries,
-        BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
-        BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, sinks, sums, weights, sequences, tokens,
+        num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
+        RANK=rank, ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1],
+        QUERIES=queries, WINDOW=window, BLOCK_S=1 if starts is None else sequence_bucket(sequences),
+        BLOCK_M=tiles.rows, BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return Sums(sums, weights)
 
@@ -312,11 +326,12 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, keys, k_scale, 
     do_not_specialize=["num_sequences", "num_tokens", "num_splits", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
-def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, out, weights, num_sequences,
+def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, sinks, out, weights, num_sequences,
                    num_tokens, num_splits, scale, table_stride, q_stride, head_stride, HEADS: tl.constexpr,
                    RANK: tl.constexpr, ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """Tiles of rows, pairs of token and head, over contexts or, with weights fp32[splits, N, T], over parts of them.
 
     q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs.
@@ -332,9 +347,9 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
         tiles_each: tl.constexpr = (HEADS * QUERIES + BLOCK_M - 1) // BLOCK_M
         sequence = tl.program_id(0) // tiles_each
         _attend_tile(
-            q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale, table_stride,
-            q_stride, head_stride, sequence, tl.program_id(0) % tiles_each, sequence * QUERIES, QUERIES, HEADS, RANK,
-            ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+            q, q_rope, cache, keys, k_scale, table, lengths, sinks, out, weights, num_tokens, num_splits, scale,
+            table_stride, q_stride, head_stride, sequence, tl.program_id(0) % tiles_each, sequence * QUERIES, QUERIES,
+            HEADS, RANK, ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
         )  # fmt: skip
     else:
         sequences = tl.arange(0, BLOCK_S)
@@ -351,18 +366,18 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
             begin = tl.load(starts + sequence)
             queries = tl.load(starts + sequence + 1) - begin
             _attend_tile(
-                q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale,
+                q, q_rope, cache, keys, k_scale, table, lengths, sinks, out, weights, num_tokens, num_splits, scale,
                 table_stride, q_stride, head_stride, sequence, tile - before, begin - tl.load(starts), queries, HEADS,
-                RANK, ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+                RANK, ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
             )  # fmt: skip
 
 
 @jit
 def _attend_tile(
-    q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale, table_stride,
+    q, q_rope, cache, keys, k_scale, table, lengths, sinks, out, weights, num_tokens, num_splits, scale, table_stride,
     q_stride, head_stride, sequence, tile, begin, queries, HEADS: tl.constexpr, RANK: tl.constexpr,
     ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's rows, whose tokens begin there."""
     length = tl.load(lengths + sequence)
@@ -373,8 +388,11 @@ def _attend_tile(
     columns, dims = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
     places = heads.to(tl.int64) * num_tokens + tokens
     stop = tl.minimum(length, length - queries + (tile * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
-    part = tl.cdiv(stop, num_splits * BLOCK_N) * BLOCK_N
-    start = tl.program_id(1) * part
+    start = 0
+    if WINDOW is not None:  # from what the first row of the tile sees
+        start = tl.maximum(length - queries + tile * BLOCK_M // HEADS - (WINDOW - 1), 0)
+    part = tl.cdiv(stop - start, num_splits * BLOCK_N) * BLOCK_N
+    start += tl.program_id(1) * part
     stop = tl.minimum(stop, start + part)
     out_places = places
     if weights is not None:
@@ -389,8 +407,7 @@ def _attend_tile(
         rope_rows = q_rope + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * head_stride
         q_rotated = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
 
-    best = tl.full([BLOCK_M], NOTHING, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    best, total = begin_softmax(sinks, heads, is_row, tl.program_id(1) == 0)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     blocks = table + sequence.to(tl.int64) * table_stride
     positions = start + tl.arange(0, BLOCK_N)
@@ -415,6 +432,8 @@ def _attend_tile(
             scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee")
         scores *= scale
         is_seen = (positions[None, :] <= newest[:, None]) & (positions < stop)[None, :]
+        if WINDOW is not None:
+            is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         shares = tl.exp2(scores - higher[:, None])

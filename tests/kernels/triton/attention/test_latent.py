@@ -111,6 +111,14 @@ def test_leading_sequences_of_several_queries_each(query_len, heads, prompts, sp
     check(change(case, num_decodes=len(lengths), query_len=query_len), triton_device)
 
 
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1, False), (20, True)])
+def test_sinks_and_windows(window, has_sinks, splits, triton_device):
+    case = make_latent_case([1, 70, 33], [(7, 30), (40, 50)], heads=3, window=window, foreign=math.nan)
+    attributes = {"scale": 0.3, "window": window, "sinks": torch.tensor([-2.0, 0.5, 4.0]) if has_sinks else None}
+    out = PagedLatentAttention()(*on(case, triton_device), **attributes).cpu()
+    assert_equal(out, reference(case, **attributes))
+
+
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])
 def test_what_lies_in_memory_of_others_changes_nothing(foreign, splits, triton_device):
     def run(foreign: float) -> torch.Tensor:
@@ -293,7 +301,7 @@ for num_decodes in (0, 1):
     kv_b, entry = torch.zeros(128 * 256, 512, dtype=torch.bfloat16), torch.zeros(2, 576, dtype=torch.bfloat16)
     latent.PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch(num_decodes), scale, scale=1.0)
 latent._attend_absorbed(q_nope, q_rope, kv_b.view(128, 256, 512), cache.blocks, torch.zeros(1, 8).int(),
-                        torch.tensor([0, 2]).int(), torch.tensor([2]).int(), torch.tensor([-1]).int(), scale, 1.0,
+                        torch.tensor([0, 2]).int(), torch.tensor([2]).int(), torch.tensor([-1]).int(), scale, (None, 1.0, None),
                         torch.zeros(2, 128, 128, dtype=torch.bfloat16))
 angle, norm = torch.zeros(2, 32), torch.ones(512, dtype=torch.bfloat16)
 latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angle, angle, norm, cache, batch(0), scale)

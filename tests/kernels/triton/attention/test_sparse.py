@@ -154,9 +154,10 @@ def test_queries_attend_to_what_they_chose(decodes, prompts, query_len, rotated,
     case = make_latent_case([], [*counts, *prompts], heads=3, rank=18, rotated=rotated, plain=12, value=10)
     case = change(case, num_decodes=len(decodes), query_len=query_len)
     selected, attention = choose(case, 20), PagedLatentAttention()
-    out = attention(*move(case, triton_device), None, selected.to(triton_device), scale=0.3).cpu()
     body = functools.partial(ops.paged_mla_attention.body, *change(case, case.cache.blocks.nan_to_num()))
-    assert_equal(out, body(None, selected, scale=0.3))
+    for sinks in (None, torch.tensor([-2.0, 0.5, 3.0])):
+        out = attention(*move((*case, None, selected, sinks), triton_device), scale=0.3).cpu()
+        assert_equal(out, body(None, selected, sinks, scale=0.3))
 
 
 def test_a_sequence_of_no_tokens_gives_zeros(parts, triton_device):

@@ -107,6 +107,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "q_lora_rank": 20, "first_k_dense_replace": 1}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "first_k_dense_replace": 1,
                                         "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}),
+    "hy_v4": ("HYV4Config", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "num_hidden_layers": 4,
+                             "indexer_types": ["full", "full", "shared", "full"], "hc_mult": 3, "hc_eps": 0.02, "hc_magnitude": 1.5, "swiglu_limit": 0.5,
+                             "rope_interleave": False}),  # transformers 5.24 turns halves of a head, whatever the checkpoint has
     "minimax_m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "kimi_k2": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                                      "num_experts_per_tok": 8, "routed_scaling_factor": 2.827, "rope_parameters": YARN_MLA,

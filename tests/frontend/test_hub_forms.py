@@ -206,6 +206,25 @@ def fused(tensors: Tensors, name: str, kv_groups: int = 1) -> Tensors:
     return made
 
 
+def in_pairs(tensors: Tensors) -> Tensors:
+    """Rows that turn together, the last 8 of a head, one after the other."""
+    heads = {
+        "q_b_proj.weight": 4,
+        "kv_a_proj_with_mqa.weight": 1,
+        "wq_b.weight": 24,
+        "wk.weight": 1,
+        "k_norm.weight": 1,
+        "k_norm.bias": 1,
+    }
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        if (num := heads.get(".".join(name.split(".")[-2:]))) is not None:
+            rows = tensor.view(num, len(tensor) // num, -1).clone()
+            rows[:, -8:] = rows[:, -8:].unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2)
+            made[name] = rows.view_as(tensor)
+    return made
+
+
 def as_molmo(tensors: Tensors) -> Tensors:
     """q, k and v in one tensor, up and gate in another, and two embeddings."""
     made = fused(tensors, "self_attn.att_proj")
@@ -660,6 +679,15 @@ FORMS = {
         fields={"first_k_dense_replace": 1, "expert_hidden_dim": 24, "rope_theta": 11158840.0},
         without=("mlp_layer_types", "moe_intermediate_size", "rope_parameters"),
     ),
+    "hy_v4": HubForm(
+        "vllm/models/hy_v4/nvidia/attention.py; tencent/Hy4-preview",
+        changes={"indexer_types": None, "num_hidden_layers": 6},  # full, full, shared, shared, shared, full
+        fields={"layer_types": ["deepseek_sparse_attention"] * 6, "num_key_value_heads": 2, "enable_ihc": True, "gated_mla": True,
+                "gating_type": "elementwise", "learnable_sink": True, "enable_lm_head_fp32": True, "num_nextn_predict_layers": 1},
+        without=("rope_interleave", "indexer_types", "head_dim", "qk_head_dim", "mlp_layer_types"),
+        names={r"hc_pre\.(hc_\w+_layer)": r"\1.hc_pre", r"model\.hc_pre\.hc_head": "model.hc_head", r"(mlp.*)\.linear_gate": r"\1.gate_proj"},
+        edit=in_pairs,
+    ),
     "deepseek_v4": HubForm(
         "vllm/models/deepseek_v4/amd/model.py; deepseek-ai/DeepSeek-V4-Flash",
         changes={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
@@ -944,6 +972,7 @@ UNDER_OTHER_NAMES = [
     "flint",
     "hrm_text",
     "hy_v3",
+    "hy_v4",
     "kolibri1",
     "longcat_flash",
     "phimoe",

@@ -110,6 +110,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v4": ("HYV4Config", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "num_hidden_layers": 4,
                              "indexer_types": ["full", "full", "shared", "full"], "hc_mult": 3, "hc_eps": 0.02, "hc_magnitude": 1.5, "swiglu_limit": 0.5,
                              "rope_interleave": False}),  # transformers 5.24 turns halves of a head, whatever the checkpoint has
+    "dots3_note": ("Dots3NoteTextConfig", {**MLA, **EXPERTS, **INDEX, "n_routed_experts": 6, "q_lora_rank": 20, "num_hidden_layers": 4, "head_dim": 20,
+                                           "shared_experts_intermediate_size": 28, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 16,
+                                           "swa_kv_lora_rank": 14, "swa_head_dim": 22, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 8, "sliding_window": 9,
+                                           "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]}),
     "minimax_m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "kimi_k2": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                                      "num_experts_per_tok": 8, "routed_scaling_factor": 2.827, "rope_parameters": YARN_MLA,
@@ -428,10 +432,16 @@ def config(name: str) -> transformers.PreTrainedConfig:
     return getattr(transformers, class_name)(**{**SIZES, **changes})
 
 
+def num_heads(name: str) -> int:
+    """Of queries, in most layers."""
+    wanted = config(name)
+    heads: int = wanted.to_dict().get("num_attention_heads") or wanted.num_attention_heads
+    return heads
+
+
 def num_ranks(name: str) -> int:
     """The smallest number of ranks above one that divides a variant's heads."""
-    wanted = config(name)
-    heads, kv_heads = wanted.num_attention_heads, wanted.to_dict()["num_key_value_heads"]  # those of most layers
+    heads, kv_heads = num_heads(name), config(name).to_dict()["num_key_value_heads"]
     dividing = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
     return next(ranks for ranks in dividing if kv_heads % ranks == 0 or ranks % kv_heads == 0)
 

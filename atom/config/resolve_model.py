@@ -73,8 +73,12 @@ WITHOUT_CCA: dict[str, Any] = {  # fields of attention and their only values wit
     "k_is_v": False,
     "value_dim": None,
 }
+QK_NORMS = {  # kind of attention -> values of qk_norm
+    "gqa": ("none", "per_head", "whole", "behind_rope"),
+    "mla": ("none", "rotated_key"),
+    "mqa": ("none",),
+}
 ONLY_GQA: dict[str, Any] = {  # fields of attention and their only values of other kinds
-    "qk_norm": "none",
     "softcap": None,
     "o_norm": "none",
     "v_norm": False,
@@ -248,6 +252,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
     check_mqa(attention, at)
+    if attention.qk_norm not in QK_NORMS[attention.kind]:
+        raise UnsupportedError(f"{at}.qk_norm={attention.qk_norm} is not supported for kind {attention.kind}")
     check_compress(attention, at)
     check_value_dim(attention, head_dim, at)
     kv_heads = 1 if attention.kind == "mqa" else attention.kv_heads or attention.heads

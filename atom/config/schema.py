@@ -159,7 +159,9 @@ class AttentionConfig:
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
     q_joined: bool = False  # mla: queries read their latent as it is after its norm, and as it is before
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
-    qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
+    qk_norm: str = one_of(
+        "none", "per_head", "whole", "behind_rope", "rotated_key"
+    )  # gqa; whole: of all heads; rotated_key: mla, of the key that all heads share, ahead of its rope
     qk_norm_weight: str = one_of("shared", "by_head", "none")  # gqa: of norms of heads; by_head: one for each
     cca_taps: int | None = number(
         None, 2, MAX_TAPS

@@ -270,6 +270,8 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
     latent = writer.scale(latent, attention.latent_scale)
     k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
+    if attention.qk_norm == "rotated_key":
+        k_rope = writer.norm(k_rope, "k_rope_norm", layer, name="k_rope")
     if rotary is not None:
         q = rotate(writer, q, rotary.grown, rotary.interleaved, "q")
         q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")

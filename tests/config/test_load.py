@@ -922,6 +922,7 @@ OWN_SIZES = {  # of a file that takes no others
     "alice_ai": {"block_attn_res_block_size": 2},
     "kimi_k3": {"attn_res_block_size": 2},
     "axk2": INDEXER,
+    "dots3_note": INDEXER,
     "hy_v4": {**INDEXER, "layer_types": ["indexed_attention"] * 3},
     "deepseek_v32": INDEXER,
     "glm_moe_dsa": INDEXER,

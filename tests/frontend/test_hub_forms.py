@@ -206,6 +206,17 @@ def fused(tensors: Tensors, name: str, kv_groups: int = 1) -> Tensors:
     return made
 
 
+def with_towers_of_dots(tensors: Tensors) -> Tensors:
+    """Also some of what reads images and sound, and of a layer that drafts."""
+    names = (
+        "vision_encoder.blocks.0.norm1.weight",
+        "audio_encoder.audio_adapter.proj.0.weight",
+        "model.layers.4.eh_proj.weight",
+        "model.mtp.norm.weight",
+    )
+    return tensors | {name: torch.zeros(3) for name in names}
+
+
 def in_pairs(tensors: Tensors) -> Tensors:
     """Rows that turn together, the last 8 of a head, one after the other."""
     heads = {
@@ -678,6 +689,17 @@ FORMS = {
         f"{VLLM}/hy_v3.py; tencent/Hy3-preview",
         fields={"first_k_dense_replace": 1, "expert_hidden_dim": 24, "rope_theta": 11158840.0},
         without=("mlp_layer_types", "moe_intermediate_size", "rope_parameters"),
+    ),
+    "dots3_note": HubForm(
+        "vllm/models/dots3_note/nvidia/model.py; dots-studio/dots3-note-prev",
+        fields={"architectures": ["Dots3NoteForCausalLM"], "model_type": "dots3_note", "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"], "use_dsa": True,
+                "apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise", "swa_attention_gate_type": "headwise", "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_shared_expert_intermediate_size": 28, "sliding_window_size": 9,
+                "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 14, "swa_head_dim": 22,
+                "swa_qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 6, "swa_v_head_dim": 8, "swa_rope_theta": 50000.0, "rope_theta": 80000000.0,
+                "vision_config": {"depth": 1}, "audio_config": {}},
+        without=("per_layer_config", "rope_parameters", "mlp_layer_types", "shared_experts_intermediate_size", "sliding_window", "n_group", "topk_group"),
+        edit=with_towers_of_dots,
     ),
     "hy_v4": HubForm(
         "vllm/models/hy_v4/nvidia/attention.py; tencent/Hy4-preview",

@@ -365,7 +365,7 @@ MIXTURES = list(filter(tiny.is_mixture, tiny.VARIANTS))
 def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
     name: str, experts: int, checkpoints: Callable[[str], Path], references: Any
 ):
-    heads = tiny.config(name).num_attention_heads
+    heads = tiny.num_heads(name)
     mesh = Mesh(tensor=4, experts=experts) if heads % 4 == 0 else Mesh(tiny.num_ranks(name), tiny.num_ranks(name))
     tokens = tiny.prompt(33)
     made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, mesh)

@@ -103,7 +103,7 @@ def logits_of(model: Any, prompts: list[list[int]], chunk: int = 7) -> list[Tens
 
 
 # layers that share KV, and those that attend to what an indexer chooses
-REFUSED = ("gemma3n", "gemma4", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "minimax_m3")
+REFUSED = ("gemma3n", "gemma4", "deepseek_v32", "deepseek_v4", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3")
 PROMPTS = [tiny.prompt(45), tiny.prompt(19, seed=1)]
 
 

@@ -582,7 +582,7 @@ def attend_to_sums() -> None:
 
 
 def attend_to_chosen(arch: str) -> None:
-    """What queries choose by an indexer, of short and long contexts, and latent attention to it."""
+    """What queries choose by an indexer, of short and long contexts, and latent attention to it; and to a window."""
     from atom.graph import Batch, PagedCache
     from atom.kernels.hopper.index_scores import paged_index_topk as hopper_topk
     from atom.kernels.hopper.latent import PagedLatentAttention as HopperAttention
@@ -614,6 +614,11 @@ def attend_to_chosen(arch: str) -> None:
                 attention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, scale=0.1)
             sinks = zeros(heads, dtype=torch.float32)
             PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch, scale, selected, sinks, scale=0.1)
+            if dtype != torch.float32 and not is_fp8 and heads == 64:
+                wide = PagedCache(zeros(4, 64, 1088, dtype=dtype), "full")
+                PagedLatentAttention()(
+                    q_nope, q_rope, zeros(heads * 256, 1024, dtype=dtype), wide, batch, scale=0.1, window=512
+                )
         attend_without_rope(dtype)
 
 

@@ -92,15 +92,17 @@ def test_an_epilogue_takes_gelu_by_tanh_in_half_precision_on_nvidia():
     assert accepts(GPUS[0], Type("fp16", ("M", 8, 64)), row, kind="gelu_tanh") == "takes rows in two dims"
 
 
-def test_latent_attention_takes_entries_of_up_to_512_and_64_dims():
-    accepts, head = find_kernel(ops.paged_mla_attention, "triton").accepts, Type("bf16", ("T", 8, 128))
+def test_latent_attention_takes_entries_of_up_to_1024_and_64_dims():
+    accepts = find_kernel(ops.paged_mla_attention, "triton").accepts
 
-    def asked(rank: int, rotated: int) -> str | None:
-        return accepts(GPUS[0], head, Type("bf16", ("T", 8, rotated)), Type("bf16", (2048, rank)))
+    def asked(rank: int, rotated: int, dtype: str = "bf16") -> str | None:
+        head, rope = (Type(dtype, ("T", 8, dims)) for dims in (128, rotated))
+        return accepts(GPUS[0], head, rope, Type(dtype, (2048, rank)))
 
-    assert asked(512, 64) is None and asked(18, 6) is None
-    assert asked(516, 64) == "entries have 516 + 64 dims, more than 512 + 64"
-    assert asked(512, 66) == "entries have 512 + 66 dims, more than 512 + 64"
+    assert asked(1024, 64) is asked(18, 6) is asked(512, 64, "fp32") is None
+    assert asked(1028, 64) == "entries have 1028 + 64 dims, more than 1024 + 64"
+    assert asked(516, 64, "fp32") == "entries have 516 + 64 dims, more than 512 + 64"
+    assert asked(512, 66) == "entries have 512 + 66 dims, more than 1024 + 64"
 
 
 @pytest.mark.parametrize("target", GPUS, ids=["nvidia", "amd"])

@@ -36,6 +36,7 @@ NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+MAX_WIDE_RANK = 1024  # of those in 16 bits
 MAX_INDEX_HEADS, MAX_INDEX_DIM, MAX_TOP_K = 128, 256, 8192
 MAX_TAPS = 33  # of a convolution: the first tile of a prompt reads what was before
 MAX_SUMS = 16  # of blocks, to which others attend
@@ -206,14 +207,15 @@ def accepts_lora(
 
 def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
-    """latents of up to 512 dims, rotated keys of up to 64; entries chosen for all heads; fp8 from sm_89 on"""
+    """latents of up to 1024 dims (fp32: 512), rotated keys of up to 64; one choice for all heads; fp8 from sm_89 on"""
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
     selected = next((each for each in types if isinstance(each, Type) and each.dtype == "i32"), None)
     if selected is not None and int(selected.shape[1]) != 1:
         return f"takes one choice for all heads, not {selected}"
-    if rank <= MAX_RANK and rotated <= MAX_ROTATED:
+    max_rank = MAX_RANK if q_rope.dtype == "fp32" else MAX_WIDE_RANK
+    if rank <= max_rank and rotated <= MAX_ROTATED:
         return accepts_cache(target, *types)
-    return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
+    return f"entries have {rank} + {rotated} dims, more than {max_rank} + {MAX_ROTATED}"
 
 
 def accepts_mqa(_target: Target, q: Type, cache: KV | Type, *_types: Any, **_attributes: Any) -> str | None:

@@ -35,6 +35,7 @@ from atom.kernels.triton.padded_alloc import new_rows
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
 FEW_QUERIES = 4  # of decodes, up to which kv_b is multiplied by kernels that send for it ahead
+WIDE_ENTRY = 1024  # dims, of more a tile has few rows, and twice the warps
 PART_TILES = 2  # min tiles of positions in a part of the longest context
 
 
@@ -57,7 +58,9 @@ def choose_tiles(
     takes_64: whether tiles of 64 rows fit; for Blackwell's tensor cores Triton keeps further copies of them in shared
         memory, 345 KiB in all
     """
-    if element_size == 4:
+    if entry > WIDE_ENTRY:
+        tile = 16, 16, 8
+    elif element_size == 4:
         tile = 16, 16, 4
     elif rows <= 16 or shared < 200 << 10:
         tile = 16, 32, 4

@@ -295,6 +295,12 @@ for rank, rotated in ((12, 6), (64, 8)):
     kv_b = torch.zeros(3 * 18, rank, dtype=torch.float16)
     latent.PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch(0), scale=1.0)
 
+q_nope, q_rope = torch.zeros(2, 64, 256, dtype=torch.bfloat16).split([192, 64], 2)
+wide, sinks = PagedCache(torch.zeros(8, 16, 1088, dtype=torch.bfloat16), "latent"), torch.zeros(64)
+for num_decodes in (0, 1):
+    latent.PagedLatentAttention()(q_nope, q_rope, torch.zeros(64 * 320, 1024, dtype=torch.bfloat16), wide,
+                                  batch(num_decodes), None, None, sinks, scale=1.0, window=512)
+
 scale, cache = torch.ones(1), PagedCache(torch.zeros(8, 16, 640).to(torch.float8_e4m3fn), "latent")
 for num_decodes in (0, 1):
     q_nope, q_rope = torch.zeros(2, 128, 192, dtype=torch.bfloat16).split([128, 64], 2)
@@ -313,5 +319,6 @@ def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to
     done = run_program(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
-    # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt, for a decode and for one next to expanded ones
-    assert widest == [4, 16, 16, 16, 16]
+    # of entries of 36 bytes, of 144, of 2176 for a prompt and a decode with a window, and of 640 in fp8, for a prompt, for
+    # a decode and for one next to expanded ones
+    assert widest == [4, 16, 16, 16, 16, 16, 16]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from semantic import assert_same_as_transformers
 from torch import Tensor
+from transformers import HYV4VLConfig, HYV4VLForConditionalGeneration
 
 from atom import weights
 from atom.checkpoint import SilentProgress
@@ -19,7 +21,7 @@ from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import interpret
 
-FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
+FAMILIES = ["deepseek_v32", "glm_moe_dsa", "hy_v4"]
 TOP_K = tiny.INDEX["index_topk"]
 
 
@@ -39,6 +41,32 @@ def test_the_choice_is_seen_from_where_a_query_may_not_choose_all(name: str, che
     difference = (chosen - dense).abs().amax(-1) / dense.abs().amax()
     assert (difference[:TOP_K] < 1e-5).all()
     assert (difference[TOP_K:] > 1e-3).sum() > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [True, False])
+def test_the_text_of_hy4_vl_turns_pairs(original: bool, tmp_path: Path):
+    """Which transformers 5.24 has right there, and halves in Hy4 without images."""
+    fields = {
+        **tiny.SIZES,
+        **tiny.VARIANTS["hy_v4"][1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
+    del fields["rope_interleave"]
+    tower = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "out_hidden_size": 48,
+        "max_image_size": 64,
+    }
+    config = HYV4VLConfig(text_config=fields, vision_config=tower, image_token_id=1)
+    model = HYV4VLForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for tensor in model.parameters():
+        tensor.data += torch.randn_like(tensor) * 0.2
+    model.save_pretrained(tmp_path, save_original_format=original)
+    assert_same_as_transformers(load([f"checkpoint={tmp_path}", "dtype=fp32"]), model.eval())
 
 
 @pytest.mark.parametrize(

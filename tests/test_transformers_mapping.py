@@ -125,6 +125,7 @@ ELSEWHERE = {  # most are compared in tests/checkpoint/test_text_of_images.py
     "llama4": "transformers 5.24 looks for an output of images; tests/frontend/test_hub_forms.py has it",
     "mistral4": "a text by itself, which transformers lists among those that read images",
     "kimi_k25": "transformers 5.24 saves its layers under the name of those that read images",
+    "hy_v4_vl": "tests/frontend/test_sparse_attention.py has it, with index heads that do not tie",
     "aya_vision": "transformers 5.24 leaves its scale of logits out",
     "cohere2_vision": "transformers 5.24 leaves its scale of logits out",
     "qwen2_vl": "its default has 100 million numbers that read images",

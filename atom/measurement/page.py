@@ -1,7 +1,7 @@
 """Write self-contained HTML pages: tables, folds, bars, curves, timelines.
 
     write_page("after against before", [notes(["The hardware differs."]), table(rows)])     # the page's text
-    fold("fuse_qkv: 90 changes", diff(lines))
+    fold("all layers", table(rows))
     bars([Bar("weights", 16e9, "16 GB")], limit=80e9)
     curves({"p": [0.1, 0.2, 0.4]}, "ms")
 
@@ -37,13 +37,12 @@ th:first-child, td:first-child {{ text-align: left }}
 pre {{ margin: .3rem 0 1rem; padding: .6rem .8rem; background: var(--tint); border: 1px solid var(--line);
   border-radius: 6px }}
 pre, code, summary code {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }}
-pre .add {{ color: var(--c0) }} pre .gone {{ color: var(--bad) }}
 summary {{ cursor: pointer; padding: .15rem 0 }}
 svg {{ max-width: 100%; min-width: 38rem; height: auto; font: 12px system-ui, sans-serif }}
 svg text {{ fill: var(--text) }} svg text.quiet {{ fill: var(--quiet) }} svg .grid {{ stroke: var(--line) }}
 svg text.inside {{ fill: var(--ground) }}
 .quiet {{ color: var(--quiet); margin: .2rem 0 }}
-</style></head><body>
+{style}</style></head><body>
 <h1>{title}</h1>
 {body}
 </body></html>
@@ -73,9 +72,9 @@ class Box(NamedTuple):
     color: int
 
 
-def write_page(title: str, parts: Iterable[str]) -> str:
-    """A page of some parts."""
-    return PAGE.format(title=html.escape(title), body="\n".join(parts))
+def write_page(title: str, parts: Iterable[str], style: str = "") -> str:
+    """A page of some parts. style: CSS of these parts"""
+    return PAGE.format(title=html.escape(title), body="\n".join(parts), style=style)
 
 
 def heading(text: str) -> str:
@@ -107,13 +106,6 @@ def fold(summary: str, body: str) -> str:
 
 def code(text: str) -> str:
     return f'<pre tabindex="0">{html.escape(text)}</pre>'
-
-
-def diff(lines: Iterable[str]) -> str:
-    """Lines of a diff, those that came and went in colors."""
-    kinds = {"+": "add", "-": "gone"}
-    shown = [f'<span class="{kinds.get(line[:1], "")}">{html.escape(line)}</span>' for line in lines]
-    return '<pre tabindex="0">{}</pre>'.format("\n".join(shown))
 
 
 def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:

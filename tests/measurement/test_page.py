@@ -21,7 +21,6 @@ def parsed(part: str) -> ElementTree.Element:
     [
         page.table([("a", EVIL), ("1", EVIL)]),
         page.fold(EVIL, page.code(EVIL)),
-        page.diff([f"+{EVIL}", "-x", "y"]),
         page.bars([Bar(EVIL, 1.0, EVIL, 0, 0.5)], limit=2.0),
         page.timeline([Box(EVIL, 0.0, 0.5, 0, 0)], 1.0),
         page.curves({EVIL: [1.0], "b": [2.0]}, "ms"),

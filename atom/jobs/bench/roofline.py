@@ -201,8 +201,13 @@ def acts_of(costs: Mapping[str, Costs]) -> set[str]:
 
 
 def program_costs(program: Program) -> Costs:
+    return costs_of(program.nodes)
+
+
+def costs_of(nodes: Iterable[Node]) -> Costs:
+    """The costs of some calls of a program."""
     costs = Costs()
-    for node in program.nodes:
+    for node in nodes:
         assert isinstance(node.target, ops.Op)
         if node.target is ops.embedding:  # a token takes one row of it
             continue

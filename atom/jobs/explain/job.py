@@ -10,7 +10,7 @@ atom-run job=explain job.gpu=mi300x device=rocm       # of AMD's as well, by AIT
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
 atom-run job.save_tokenizer=FOLDER                    # only the tokenizer, for programs that read transformers' files
 atom-run job=explain job.output=json
-atom-run job=explain job.output=html > page.html      # one page: passes, pieces, kernels, memory, limits
+atom-run job=explain job.output=html > page.html      # a page: the model as a picture, passes, kernels, limits
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atom.assemble import digest_of, formats_made, left_plain, mtp_patterns, state_kinds
 from atom.cache import Cache, key_of
@@ -42,6 +42,7 @@ from atom.graph.recipe_contents import device_bytes, held_by_format, held_bytes,
 from atom.graph.recipes import leaves
 from atom.graph.shares import active_fractions
 from atom.graph.types import BITS
+from atom.jobs.explain.changes import Stage
 from atom.jobs.explain.layouts import fit, kv_pool, layouts, prefill_limit, prompt_limit
 from atom.jobs.explain.page import make_page
 from atom.jobs.explain.text import describe, folded_diff
@@ -55,15 +56,6 @@ OBJECTIVES = (  # choices of job.objective; those of a GPU are None without one
     *("decode_limit", "decode_limit_per_gpu", "prefill_limit", "prefill_limit_per_gpu", "fits", "kv_tokens"),
     *("kv_sequences", "weights_bytes", "active_weights_bytes"),
 )
-
-
-class Stage(NamedTuple):
-    """One pass: its report, and the text after it."""
-
-    name: str
-    num_changes: int
-    seconds: float
-    text: str
 
 
 def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
@@ -102,11 +94,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
             passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
             print(json.dumps({"passes": passes, **result}))
         case "html":
-            shown = [
-                (describe_stage(after), [*folded_diff(before.text, after.text)]) for before, after in pairwise(stages)
-            ]
-            texts = stages[0].text, stages[-1].text
-            print(make_page(graph, shown, texts, result, list(describe(result, config)), config))
+            print(make_page(graph, stages, result, list(describe(result, config)), config))
         case _:
             print_text(stages, result, config)
     return 0
@@ -171,7 +159,7 @@ def print_text(stages: Sequence[Stage], result: dict[str, Any], config: Config) 
     passes = []
     for before, after in pairwise(stages):
         diff = "".join(f"  {line}\n" for line in folded_diff(before.text, after.text))
-        passes.append(f"{describe_stage(after)}\n{diff}")
+        passes.append(f"{after.describe()}\n{diff}")
     for part in [sizes, "", *passes] if "gpu" in result else [*passes, sizes]:
         print(part)
 
@@ -181,11 +169,6 @@ def _find(stages: list[Stage], name: str) -> Stage:
         if stage.name == name:
             return stage
     raise ConfigError(f"job.stage={name}: there is no such stage; stages: {', '.join(stage.name for stage in stages)}")
-
-
-def describe_stage(stage: Stage) -> str:
-    changes = "1 change" if stage.num_changes == 1 else f"{stage.num_changes} changes"
-    return f"{stage.name}: {changes}, {stage.seconds * 1e3:.1f} ms"
 
 
 def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.schema import ServeConfig
 from atom.graph.types import BITS
+from atom.jobs.explain.changes import code_lines, kind_of
 from atom.jobs.explain.layouts import CONTEXT
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -19,16 +19,13 @@ Line = tuple[str, str]  # what it is about, and the text
 
 def folded_diff(before: str, after: str) -> Iterator[str]:
     """The changed lines, each kind of line once: layers differ in their numbers only."""
-    old, new = (
-        ["    ".join(line.split("    ")[:-1]) if "    #" in line else line for line in text.splitlines()]
-        for text in (before, after)
-    )
-    seen: set[str] = set()
+    old, new = code_lines(before), code_lines(after)
+    seen = set[str | None]()
     num_folded = 0
     for line in difflib.unified_diff(old, new, n=0, lineterm=""):
         if line.startswith(("---", "+++", "@@")):
             continue
-        kind = re.sub(r"_\d+\b|\d+", "", line)
+        kind = kind_of(line)
         if kind in seen:
             num_folded += 1
             continue
@@ -66,7 +63,7 @@ def _describe_ranks(result: dict[str, Any], config: Config) -> Iterator[Line]:
     sizes = ", ".join(f"{axis} {size}" for axis, size in result["ranks"].items() if size > 1)
     yield "ranks", f"{mesh_of(config).num_ranks} ({sizes}); bytes and limits are of each"
     for stage, each in enumerate(result.get("stages", ())):
-        held, kv_bytes = _size(each["weights_bytes"]), each["kv_bytes_per_token"]
+        held, kv_bytes = format_bytes(each["weights_bytes"]), each["kv_bytes_per_token"]
         shown = "; the one that is shown" if stage == config.job.pipeline_rank else ""
         yield f"  stage {stage}", f"{each['layers']} layers, {held}, {kv_bytes:,} bytes of KV a token{shown}"
     for name, each in result["collectives"].items():
@@ -82,16 +79,19 @@ def _describe_ranks(result: dict[str, Any], config: Config) -> Iterator[Line]:
 
 def _describe_weights(result: dict[str, Any], config: Config) -> Iterator[Line]:
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
-    yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
+    yield (
+        "weights",
+        f"{format_bytes(result['weights_bytes'])} in all, {format_bytes(result['active_weights_bytes'])} active",
+    )
     if on_host := result.get("host_weights_bytes"):
-        yield "  on the host", f"{_size(on_host)}, of which a token reads rows"
+        yield "  on the host", f"{format_bytes(on_host)}, of which a token reads rows"
     for fmt, size in result["formats"].items():
         stored, held = size["stored_bytes"], size["held_bytes"]
         where = " on a rank" if "ranks" in result else ""
-        then = f", of which {_size(held)} stay so{where}" if held < stored else ""
+        then = f", of which {format_bytes(held)} stay so{where}" if held < stored else ""
         if fmt not in BITS and held > stored:
-            then = f", {_size(held)} in memory"
-        yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
+            then = f", {format_bytes(held)} in memory"
+        yield f"  {fmt}", f"{format_bytes(stored)}{then}" if stored else f"{format_bytes(held)}, packed while they load"
     if "calibration" in result:
         yield "rounding", _rounding(result["calibration"])
     for act, num_linears in result["activations"].items():
@@ -102,7 +102,7 @@ def _describe_weights(result: dict[str, Any], config: Config) -> Iterator[Line]:
 
 def _describe_drafts(result: dict[str, Any]) -> Iterator[Line]:
     if result.get("draft_bytes"):  # a stage before the last one only gets drafts
-        yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
+        yield "drafts", f"{format_bytes(result['draft_bytes'])} of weights are read for a token of a sequence"
     if "draft_counts" in result:
         counts = "".join(f"{count} up to {size} sequences, " for size, count in result["draft_counts"].items())
         yield "drafted", f"{counts}above none" if counts else "none"
@@ -120,16 +120,16 @@ def _describe_kv(result: dict[str, Any], config: Config) -> Iterator[Line]:
     if "state_bytes" in result:
         held = f"{result['state_slots']} sequences and {result['state_copies']} copies"
         states = f" ({config.limits.num_states} states)" if config.limits.num_drafts else ""
-        yield "recurrent state", f"{_size(result['state_bytes'])} a sequence{states}, room for {held}"
+        yield "recurrent state", f"{format_bytes(result['state_bytes'])} a sequence{states}, room for {held}"
     if "gpu" in result and serve.num_kvcache_blocks is None and serve.kv_cache_memory == ServeConfig.kv_cache_memory:
         return  # that GPU gives the pool what is left, which the lines about it say
     too_few = "" if result["kv_longest_sequence"] == serve.max_model_len else f": too few for {_longest(config)}"
-    yield "KV pool", f"{_size(result['kv_pool_bytes'])} for {_each(result['kv_tokens'], 'tokens')}{too_few}"
+    yield "KV pool", f"{format_bytes(result['kv_pool_bytes'])} for {_each(result['kv_tokens'], 'tokens')}{too_few}"
 
 
 def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> Iterator[Line]:
     yield "", ""
-    yield "GPU", f"{gpu['name']}: {_size(gpu['memory_bytes'])} of memory, {gpu['bandwidth'] / 1e12:.2f} TB/s"
+    yield "GPU", f"{gpu['name']}: {format_bytes(gpu['memory_bytes'])} of memory, {gpu['bandwidth'] / 1e12:.2f} TB/s"
     if gpu["weights_fit"]:
         yield "  weights", f"fit: {weights_bytes / gpu['memory_bytes']:.1%} of its memory"
         does = "fits" if gpu["fits"] else "does not fit"
@@ -143,7 +143,7 @@ def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> It
     yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over {read}"
     for each in gpu["decode"]:
         moved = each["step_bytes"]
-        yield f"  of {each['requests']}", f"{_shares(moved)} of {_size(sum(moved.values()))} that a step moves"
+        yield f"  of {each['requests']}", f"{_shares(moved)} of {format_bytes(sum(moved.values()))} that a step moves"
     if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
         shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
         yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"
@@ -173,7 +173,7 @@ def _layout(layout: dict[str, Any]) -> str:
     """Describe a layout of ranks on several GPUs."""
     if "refused" in layout:
         return str(layout["refused"])
-    held = f"{_size(layout['weights_bytes'])} of weights a GPU"
+    held = f"{format_bytes(layout['weights_bytes'])} of weights a GPU"
     if not layout["weights_fit"]:
         return f"{held} do not fit"
     return f"{held}, room for {_each(layout['kv_tokens'], 'tokens')}, {_decode(layout['decode'])}"
@@ -195,6 +195,6 @@ def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {part / whole:.1%}" for name, part in parts.items())
 
 
-def _size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{num_bytes / 1024**power:,.1f} {UNITS[power]}" if power else f"{num_bytes:,} bytes"

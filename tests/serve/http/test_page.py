@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-import shutil
 import time
 import urllib.error
 import urllib.request
@@ -16,21 +15,11 @@ from typing import Any, NamedTuple
 import markdown_it
 import PIL.Image
 import pytest
+from browsing import CHROMIUM, launch
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Server, Start
 from wire import wait_until
 
-CHROMIUM = shutil.which("chromium")
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nothing can leave this machine
-]
 SECONDS = 1000  # milliseconds, as playwright counts
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
@@ -69,7 +58,7 @@ Open = Callable[..., Visit]  # visit(url, **options of the browser's context)
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=60 * SECONDS)
     with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launch(playwright)
 
 
 def open_page(browser: Browser, **options: Any) -> Page:

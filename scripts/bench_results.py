@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NotRequired, TypedDict
+
+from atom.measurement.hardware import find_commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "performance.md"
@@ -149,16 +149,4 @@ def replace_section(page: str, kind: str, section: str) -> str:
 
 def find_origin(versions: dict[str, str], commit: str | None = None) -> Origin:
     """Now, and the checkout's commit if none is given."""
-    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit or find_commit(), "versions": versions}
-
-
-def find_commit() -> str:
-    """The checkout's commit, "dirty" if files outside docs/ differ from it; empty without git."""
-    if shutil.which("git") is None:
-        return ""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno", "--", ".", ":!docs")
-    return f"{commit}-dirty" if changed else commit
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit or find_commit(ROOT) or "", "versions": versions}

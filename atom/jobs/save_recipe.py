@@ -9,7 +9,7 @@ import atom
 from atom.cache import key_of
 from atom.config import Config
 from atom.config.overrides import write_recipe
-from atom.measurement.hardware import describe_cpus, describe_machine, package_versions
+from atom.measurement.hardware import describe_cpus, describe_machine, find_commit, package_versions
 
 FIGURES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "tokens_per_second", "first_token_seconds")
 
@@ -26,6 +26,8 @@ def save_recipe(config: Config, overrides: Sequence[str], numbers: Mapping[str, 
         "hardware": describe_cpus() if config.device == "cpu" else describe_machine(),
         "versions": {"atom-run": atom.__version__, **package_versions()},
     }
+    if commit := find_commit():  # else the version of atom-run says what ran
+        about["commit"] = commit
     if key := artifact_key(config):
         about["artifact"] = key
     if numbers:

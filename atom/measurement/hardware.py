@@ -1,11 +1,12 @@
-"""Describe the hardware and packages of a measurement.
+"""Describe the hardware, packages and commit of a measurement.
 
 Results of different machines must not be taken for a change of the program.
 
     describe_machine()      # "8 x NVIDIA H200" or "64 x AMD EPYC 9654 96-Core Processor"
     package_versions()      # {"torch": "2.11.0+cu130", …, "python": "3.12.3"}
+    find_commit()           # "1971904d", "1971904d-dirty", or None of an installed package
 
-It names and counts models, never a host. It reads /proc and /sys and starts no vendor's tool.
+It names and counts models, never a host. It reads /proc and /sys and starts no program but git.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections import Counter
 from pathlib import Path
 
+GIT_SECONDS = 10.0  # that a question to git may take
+CHECKOUT = Path(__file__).parents[2]  # of which atom/ is a folder, if it is no installed package
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")  # that numbers follow from
 
 
@@ -49,3 +53,21 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return {**found, "python": platform.python_version()}
+
+
+def find_commit(checkout: Path = CHECKOUT) -> str | None:
+    """The commit that is checked out, "-dirty" if tracked files outside docs/ differ from it; None if git has none.
+
+    A folder within another repository, as site-packages may be, is no checkout.
+    """
+    if not (checkout / ".git").exists():
+        return None
+
+    def ask(*words: str) -> str:
+        given = ["git", "-C", str(checkout), *words]
+        return subprocess.run(given, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # git is missing, refuses the folder, or hangs
+        commit = ask("rev-parse", "--short", "HEAD")
+        return f"{commit}-dirty" if ask("status", "--porcelain", "-uno", "--", ".", ":!docs") else commit
+    return None

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
-from atom.measurement.hardware import describe_machine
+from atom.measurement.hardware import describe_machine, find_commit
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -26,3 +27,23 @@ def test_a_machine_without_gpus_is_its_cpus(tmp_path: Path):
 
 def test_no_host_is_named():
     assert Path("/proc/sys/kernel/hostname").read_text().strip() not in describe_machine()
+
+
+def test_a_commit_is_dirty_if_more_than_docs_differs(tmp_path: Path):
+    assert find_commit(tmp_path) is None, "a folder within no checkout, or within another's"
+    git("init", "-q", folder=tmp_path)
+    for name in ("docs/page.md", "atom/code.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1\n")
+    git("add", ".", folder=tmp_path)
+    git("-c", "user.name=A", "-c", "user.email=a@b.c", "commit", "-qm", "first", folder=tmp_path)
+    commit = git("rev-parse", "--short", "HEAD", folder=tmp_path)
+    (tmp_path / "docs/page.md").write_text("2\n")
+    assert find_commit(tmp_path) == commit
+    (tmp_path / "atom/code.py").write_text("2\n")
+    assert find_commit(tmp_path) == f"{commit}-dirty"
+    assert find_commit(tmp_path / "atom") is None
+
+
+def git(*words: str, folder: Path) -> str:
+    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()

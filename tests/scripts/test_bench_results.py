@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +94,3 @@ def test_each_machine_has_a_table_and_the_best_measured_is_first(docs: Path):
 def test_a_page_without_markers_is_an_error():
     with pytest.raises(AssertionError, match="no place"):
         replace_section("nothing", "gpu", "tables")
-
-
-def test_a_commit_is_dirty_if_more_than_docs_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_results, "ROOT", tmp_path)
-    git("init", "-q", folder=tmp_path)
-    for name in ("docs/page.md", "atom/code.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("1\n")
-    git("add", ".", folder=tmp_path)
-    git("-c", "user.name=A", "-c", "user.email=a@b.c", "commit", "-qm", "first", folder=tmp_path)
-    commit = git("rev-parse", "--short", "HEAD", folder=tmp_path)
-    (tmp_path / "docs/page.md").write_text("2\n")
-    assert bench_results.find_commit() == commit
-    (tmp_path / "atom/code.py").write_text("2\n")
-    assert bench_results.find_commit() == f"{commit}-dirty"
-
-
-def git(*words: str, folder: Path) -> str:
-    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()

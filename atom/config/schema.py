@@ -1053,6 +1053,7 @@ class JobConfig:
     save_draft: str | None = of("port", None)  # write the draft of a model file here; null: to stdout
     check: bool = of("port", False)  # compare a tiny random model of the family with transformers
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
+    diff: bool = of("recipe", False)  # of two recipes: the fields that differ, and the figures that were measured
     resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use

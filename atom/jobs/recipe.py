@@ -2,6 +2,7 @@
 
 atom-run job=recipe                                                  # all in recipes/
 atom-run job=recipe job.recipes=[mine.yaml,org/repo:fast.yaml]       # files, and files on the hub
+atom-run job=recipe job.recipes=[laptop,mine.yaml] job.diff=true     # the fields that differ, and the figures
 atom-run job=recipe job.output=json
 """
 
@@ -19,16 +20,19 @@ from atom.config.recipes import list_recipes, read_recipe
 from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
+from atom.jobs.recipe_diff import UNMEASURED, WHERE, compare_recipes, print_difference, write
 from atom.process.messages import say
 
-COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured")
+COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured", "on")
 SHORT = ("recipe", "layout", "quant")  # columns of the table; the others have lines of their own
 MAX_WIDTH = 100  # columns, also in a pipe
-UNMEASURED = "not measured"
 
 
 def run(config: Config) -> int:
     """Print a table or, with job.output=json, an object a recipe; the exit code is 2 if one does not compose."""
+    if config.job.diff:
+        show_difference(config)
+        return 0
     names, faults = config.job.recipes, []
     rows: list[dict[str, str]] = []
     for name in [path.stem for path in list_recipes()] if names is None else names:
@@ -46,6 +50,18 @@ def run(config: Config) -> int:
     for fault in faults:
         say(fault)
     return ConfigError.exit_code if faults else 0
+
+
+def show_difference(config: Config) -> None:
+    """Print in what two recipes differ or, with job.output=json, an object with it."""
+    names = config.job.recipes or ()
+    if len(names) != 2:
+        raise ConfigError("job.diff=true compares two recipes: write job.recipes=[A,B]")
+    difference = compare_recipes(*names)
+    if config.job.output == "json":
+        print(json.dumps(difference._asdict()))
+    else:
+        print_difference(difference)
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
@@ -72,6 +88,7 @@ def describe_recipe(name: str) -> dict[str, str]:
         layout_of(config.parallel),
         quant_of(config.quant, config.serve.kv_cache_dtype),
         describe_figures(about.get("measured")),
+        describe_place(about),
     )
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
@@ -92,7 +109,14 @@ def quant_of(quant: QuantConfig, kv_cache_dtype: str) -> str:
 
 
 def describe_figures(measured: Any) -> str:
-    """The measured figures of `about:`, which job.save_recipe writes as names and numbers."""
+    """The measured figures of `about:`, names and numbers as job.save_recipe writes them, or a text."""
     if isinstance(measured, Mapping):
-        return ", ".join(f"{name} {value}" for name, value in measured.items())
+        return "; ".join(f"{name}: {write(value)}" for name, value in measured.items())
     return UNMEASURED if measured is None else str(measured)
+
+
+def describe_place(about: Mapping[str, Any]) -> str:
+    """Where figures were measured; of a saved recipe the hardware and the commit."""
+    if WHERE in about or not isinstance(about.get("measured"), Mapping):
+        return str(about.get(WHERE, ""))
+    return ", ".join(str(about[name]) for name in ("hardware", "commit") if name in about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,23 @@ def test_every_shipped_recipe_composes_and_is_about_something(name: str):
     load_settings([f"recipe={name}"])
     about = read_recipe(name).about
     assert about["what"] and about["model"] and about["hardware"]
-    pages = [ROOT / "docs" / "performance.md", *(ROOT / "docs" / "lab").glob("*.md")]
-    measured = set(re.findall(r"\d[\d,.]*\d", "\n".join(page.read_text() for page in pages)))
-    numbers = re.findall(r"\d[\d,.]*\d", about["measured"].partition(" on ")[0])
-    assert {*numbers} <= measured, "a figure that nobody has measured"
-    assert numbers or about["measured"].startswith("not yet"), "which must be said where nothing has been measured"
+    measured = about["measured"]
+    if isinstance(measured, str):
+        assert measured.startswith("not measured; no machine with "), "why nobody has measured it"
+        assert not re.search(r"tok/s", measured)
+        return
+    *_, origin, page = about["measured_on"].split("; ")
+    text = (ROOT / page).read_text()
+    dates, commits = re.findall(r"20\d\d-\d\d-\d\d", origin), re.findall(r"\b[0-9a-f]{7,8}\b", origin)
+    assert dates and (len(commits) == len(dates) or "commit not recorded" in origin)
+    assert all(each in text + page for each in (*dates, *commits))
+    for figure in measured.values():
+        lines = [line for line in text.splitlines() if re.search(rf"(?<![\d.,]){figure:,}(?![\d.,]*\d)", line)]
+        assert lines, "a figure that nobody has measured"
+        if page == "docs/performance.md":
+            assert any(
+                f"{date}, {commit}" in line for line in lines for date, commit in zip(dates, commits, strict=True)
+            )
 
 
 @pytest.mark.slow
@@ -85,8 +98,82 @@ def test_recipes_are_compared(capsys: Any):
     assert main(["job=recipe", "job.recipes=[qwen3_235b_tp8_ep,smollm2_greedy]", "job.output=json"]) == 0
     large, small = map(json.loads, capsys.readouterr().out.splitlines())
     assert (large["layout"], large["quant"]) == ("tp8_ep", "as stored, fp8_e4m3 KV")
-    assert large["measured"].startswith("not yet")
-    assert small["measured"].startswith("235 output tok/s for 1 request")
+    assert large["measured"].startswith("not measured; no machine with 8 GPUs of 80 GB was at hand")
+    assert small["measured"] == "tok/s of 1 request, 64 in / 128 out: 235; tok/s of 16 requests, 64 in / 128 out: 945"
+    assert small["on"].endswith("; docs/lab/2026-11-27-smollm2-cpu.md")
+
+
+ONE = """
+about:
+  what: a small model
+  hardware: 1 x NVIDIA H200
+  versions: {torch: 2.11.0, numpy: 2.0.0}
+  commit: 1971904d
+  measured: {output_throughput: 400.0, median_tpot_ms: 2.5}
+checkpoint: a/small
+quant: {kv: fp8}
+serve: {max_num_seqs: 8}
+"""
+OTHER = """
+about:
+  what: a small model
+  hardware: 2 x AMD EPYC
+  versions: {torch: 2.13.0, numpy: 2.0.0}
+  measured: {output_throughput: 500.0, tokens_per_second: 70.0}
+defaults: [override /parallel: tp2]
+checkpoint: a/small
+model: {layers: 4}
+serve: {max_num_seqs: 16, max_model_len: 4096}
+sampling: {temperature: 0}
+"""
+DIFFERENCE = """\
+                      {one}  {two}
+
+hardware              1 x NVIDIA H200  2 x AMD EPYC
+versions.torch        2.11.0           2.13.0
+commit                1971904d         -
+
+quant.kv              fp8              auto
+parallel.tensor       1                2
+serve.kv_cache_dtype  fp8_e4m3         auto
+serve.max_model_len   null             4096
+serve.max_num_seqs    8                16
+sampling.temperature  1.0              0.0
+model.layers          -                4
+
+output_throughput     400              500 (×1.25)
+median_tpot_ms        2.5              -
+tokens_per_second     -                70
+
+These were measured on different machines: 1 x NVIDIA H200, 2 x AMD EPYC.
+"""
+
+
+def test_two_recipes_differ_in_these_fields_and_figures(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(ONE)
+    (tmp_path / "two.yaml").write_text(OTHER)
+    assert main(["job=recipe", "job.recipes=[one.yaml,two.yaml]", "job.diff=true"]) == 0
+    assert capsys.readouterr().out == DIFFERENCE.format(one="one.yaml       ", two="two.yaml")
+    assert main(["job=recipe", "job.recipes=[one.yaml,two.yaml]", "job.diff=true", "job.output=json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fields"]["serve.max_num_seqs"] == ["8", "16"] and "checkpoint" not in found["fields"]
+    assert found["measured"]["output_throughput"] == [400.0, 500.0]
+    assert main(["job=recipe", "job.recipes=[one.yaml,one.yaml]", "job.diff=true"]) == 0
+    assert capsys.readouterr().out.split() == ["one.yaml", "one.yaml", "output_throughput", "400", "400", "(×1.00)", "median_tpot_ms", "2.5", "2.5", "(×1.00)"]  # fmt: skip
+
+
+def test_keys_are_not_shown(tmp_path: Path, capsys: Any):
+    (tmp_path / "r.yaml").write_text("serve: {http: {api_keys: sk-very-secret}}")
+    assert main(["job=recipe", f"job.recipes=[demo,{tmp_path}/r.yaml]", "job.diff=true"]) == 0
+    out = capsys.readouterr().out
+    assert "serve.http.api_keys" in out and "sk-very-secret" not in out
+
+
+def test_a_difference_is_of_two_recipes(capsys: Any):
+    for given in ([], ["job.recipes=[demo]"], ["job.recipes=[demo,laptop,smollm2_greedy]"]):
+        assert main(["job=recipe", *given, "job.diff=true"]) == 2
+        assert "job.diff=true compares two recipes: write job.recipes=[A,B]" in capsys.readouterr().err
 
 
 @pytest.mark.sampled(3)
@@ -283,7 +370,11 @@ def test_a_saved_recipe_says_what_it_ran_on_and_what_it_measured(checkpoints: An
     assert about["measured"].keys() == {"tokens_per_second", "first_token_seconds"}
     assert about["measured"]["tokens_per_second"] > 0
     assert main(["job=recipe", f"job.recipes=[{tmp_path}/r.yaml]", "job.output=json"]) == 0
-    assert "tokens_per_second " in capsys.readouterr().out.splitlines()[-1]
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "tokens_per_second: " in shown["measured"] and shown["on"].startswith(about["hardware"])
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    if head and (ROOT / ".git").exists():
+        assert head.startswith(about["commit"].removesuffix("-dirty")) and about["commit"] in shown["on"]
 
 
 @pytest.mark.slow

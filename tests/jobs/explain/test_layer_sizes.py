@@ -98,3 +98,13 @@ def test_a_layer_that_reads_the_cache_of_another_keeps_nothing(checkpoints: Any)
     sharing = [kind for kind in kinds if not kind.states]
     assert sorted(number for kind in sharing for number in kind.layers) == [4, 5]
     assert all({f"{KV} of an earlier layer"} <= {e.place.row for e in kind.entries} for kind in sharing)
+
+
+def test_a_head_that_is_the_embedding_counts_once(checkpoints: Any):
+    path = checkpoints("gemma4_shared")
+    with safe_open(path / "model.safetensors", "pt") as file:
+        size = 4 * file.get_tensor("model.embed_tokens.weight").numel()
+    entries = divide_sizes(graph_of(path, "level=1"))
+    tied = [entry for entry in entries if entry.place.part == "model.embed_tokens"]
+    assert {entry.call.partition(" ")[0] for entry in tied} == {"embedding", "linear"}
+    assert sum(entry.num_bytes for entry in tied) == sum(entry.decode_bytes for entry in tied) == size

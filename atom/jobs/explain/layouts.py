@@ -96,6 +96,14 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
 
     graphs: of all stages
     """
+    return {**find_room(gpu, graphs, config), "decode": decode_limits(graphs, gpu, mesh_of(config))}
+
+
+def find_room(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
+    """Whether weights and the KV of one sequence of max_model_len fit, and how many tokens and sequences do.
+
+    graphs: of all stages
+    """
     mesh, pools = mesh_of(config), []
     weights_bytes = [sum(map(device_bytes, graph.recipes())) for graph in graphs]
     for graph, held in zip(graphs, weights_bytes, strict=True):
@@ -114,7 +122,6 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
         "kv_longest_sequence": longest,
         "kv_sequences": min(pool["kv_sequences"] for pool in pools) * mesh.data,
         "gpus_for_weights": -(-max(weights_bytes) // gpu.memory),
-        "decode": decode_limits(graphs, gpu, mesh),
     }
 
 

@@ -4,6 +4,7 @@
     fold("all layers", table(rows))
     bars([Bar("weights", 16e9, "16 GB")], limit=80e9)
     curves({"p": [0.1, 0.2, 0.4]}, "ms")
+    frontier([Dot(95.0, 410.0, "tp8"), Dot(70.0, 620.0, "tp4")], ("tokens/s of a user", "tokens/s of a GPU"))
 
 Every function takes plain text and gives HTML, in which that text is escaped. A page asks nobody for anything, and
 follows the reader's light or dark mode.
@@ -70,6 +71,14 @@ class Box(NamedTuple):
     stop: float
     lane: int
     color: int
+
+
+class Dot(NamedTuple):
+    """A point of a plot."""
+
+    x: float
+    y: float
+    name: str
 
 
 def write_page(title: str, parts: Iterable[str], style: str = "") -> str:
@@ -249,6 +258,58 @@ def log_curve(places: Sequence[str], values: Sequence[float], limits: Sequence[f
         title = f"<title>{html.escape(place)}: {value:.2g}, allowed {limit:.2g}</title>"
         lines.append(f'<circle cx="{x_of(at):.1f}" cy="{y_of(value):.1f}" r="{size}" fill="{color}">{title}</circle>')
     return svg(width, height, lines)
+
+
+def frontier(points: Sequence[Dot], axes: tuple[str, str], *, least: float | None = None) -> str:
+    """Points of which those that no other one beats in both directions are joined; a line where x has to be at least.
+
+    A tooltip has each point's name, which stands next to those of the line that have room.
+
+    axes: what x and y are, with their units
+    """
+    width, height, left, right, top, base = 900, 420, 70, 20, 16, 366
+    most_x, most_y = max((at.x for at in points), default=1.0), max((at.y for at in points), default=1.0)
+    across, down = (width - left - right) / most_x / 1.05, (base - top) / most_y / 1.05
+
+    def text(content: str, x: float, y: float, anchor: str, style: str = 'class="quiet"') -> str:
+        return f'<text {style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(content)}</text>'
+
+    lines = []
+    for tick in ticks(most_y):
+        y = base - tick * down
+        lines.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(text(f"{tick:,g}", left - 8, y + 4, "end"))
+    lines += [text(f"{tick:,g}", left + tick * across, base + 18, "middle") for tick in ticks(most_x)]
+    lines.append(text(axes[0], (left + width - right) / 2, height - 8, "middle"))
+    lines.append(text(axes[1], left + 6, top - 2, "start"))
+    if least is not None and least <= most_x * 1.05:
+        x = left + least * across
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{base}" stroke="var(--bad)" stroke-width="2"/>')
+    best = unbeaten(points)
+    places = [(left + each.x * across, base - each.y * down) for each in best]
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    lines.append(f'<polyline points="{joined}" fill="none" stroke="var(--c0)" stroke-width="2"/>')
+    for each in points:
+        color, size = ("var(--c0)", 5) if each in best else ("var(--c4)", 3)
+        title = f"<title>{html.escape(each.name)}: {each.x:,.4g}, {each.y:,.4g}</title>"
+        place = f'cx="{left + each.x * across:.1f}" cy="{base - each.y * down:.1f}"'
+        lines.append(f'<circle {place} r="{size}" fill="{color}">{title}</circle>')
+    taken = list[tuple[float, float]]()
+    for each, (x, y) in zip(best, places, strict=True):
+        if all(abs(x - other) > CHARACTER * len(each.name) or abs(y - level) > 15 for other, level in taken):
+            has_room = x + 9 + CHARACTER * len(each.name) < width
+            lines.append(text(each.name, *((x + 9, y - 6, "start") if has_room else (x, y - 12, "end")), ""))
+            taken.append((x, y))
+    return svg(width, height, lines)
+
+
+def unbeaten(points: Sequence[Dot]) -> list[Dot]:
+    """The points than which no other one is as large in both directions, by x."""
+    best = list[Dot]()
+    for each in sorted(points, key=lambda dot: (-dot.x, -dot.y)):
+        if not best or each.y > best[-1].y:
+            best.append(each)
+    return best[::-1]
 
 
 def ticks(top: float) -> list[float]:

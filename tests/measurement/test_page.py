@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from atom.measurement import page
-from atom.measurement.page import Bar, Box
+from atom.measurement.page import Bar, Box, Dot
 
 EVIL = "<script>alert('1')</script> & \"2\""
 
@@ -24,6 +24,7 @@ def parsed(part: str) -> ElementTree.Element:
         page.bars([Bar(EVIL, 1.0, EVIL, 0, 0.5)], limit=2.0),
         page.timeline([Box(EVIL, 0.0, 0.5, 0, 0)], 1.0),
         page.curves({EVIL: [1.0], "b": [2.0]}, "ms"),
+        page.frontier([Dot(1.0, 2.0, EVIL)], ("x", "y"), least=0.5),
         page.legend([EVIL]).replace("&nbsp;", " "),
         page.notes([EVIL]) + page.heading(EVIL) + page.paragraph(EVIL),
     ],
@@ -110,3 +111,15 @@ def test_a_page_needs_nothing_else():
     text = page.write_page(EVIL, [page.heading("x")])
     assert not re.search(r"<script|src=|href=|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text
+
+
+def test_a_frontier_joins_the_points_that_none_beats():
+    dots = [Dot(1.0, 9.0, "a"), Dot(2.0, 4.0, "beaten"), Dot(3.0, 5.0, "b"), Dot(8.0, 1.0, "c"), Dot(7.0, 1.0, "too")]
+    assert [each.name for each in page.unbeaten(dots)] == ["a", "b", "c"]
+    drawn = parsed(page.frontier(dots, ("x", "y"), least=2.5))
+    (line,) = drawn.iter("polyline")
+    joined = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]
+    assert [x for x, _ in joined] == sorted(x for x, _ in joined) and len(joined) == 3
+    assert len(list(drawn.iter("circle"))) == 5
+    names = [each.text for each in drawn.iter("text")]
+    assert {"a", "b", "c"} <= {*names} and "beaten" not in names

@@ -64,11 +64,11 @@ def check_cache_dtype(serve: ServeConfig, model: ModelConfig, device: str) -> No
 
 
 def check_rocm(config: Config) -> None:
-    """Check that torch is built for AMD's GPUs, or that job=explain knows which of them it is about."""
-    is_built, is_explain = is_built_for_amd(), config.job.kind == "explain"
-    if not is_explain and not is_built:
+    """Check that torch is built for AMD's GPUs, or that a job knows which of them it is about."""
+    is_built, is_about = is_built_for_amd(), config.job.kind in ("explain", "plan")
+    if not is_about and not is_built:
         raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
-    if is_explain and config.job.gpu is None and not (is_built and find_device() == "cuda"):
+    if is_about and config.job.gpu is None and not (is_built and find_device() == "cuda"):
         raise ConfigError("device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x")
 
 

@@ -33,7 +33,8 @@ from atom.errors import ConfigError, one_line
 
 LISTS_OF_TEXT = ("prompts", "images", "sampling.stop_strings", "sampling.bad_words", "serve.models")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.save_tokenizer", "job.output_file", "job.entry",
-             "job.prune", "job.export", "job.import_from", "job.dataset_path", "job.a", "job.b")  # fmt: skip
+             "job.prune", "job.export", "job.import_from", "job.dataset_path", "job.trace", "job.a",
+             "job.b")  # fmt: skip
 SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")

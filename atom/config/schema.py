@@ -1032,10 +1032,16 @@ class AdvancedConfig:
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
     output: str = of(
-        "generate explain compile cache bench profile recipe compare port", one_of(*OUTPUTS)
+        "generate explain compile cache bench profile recipe compare port plan", one_of(*OUTPUTS)
     )  # html: a page
     output_file: str | None = of("generate", None, also="batch")  # append an object for each answer to it; null: stdout
-    gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
+    gpu: str | None = of("explain", None, also="plan")  # whether the model fits; a name in conf/gpu or a YAML file
+    gpus: int = of("plan", number(1, 1, MAX_RANKS))  # GPUs that layouts may take, all or fewer
+    formats: list[str] | None = of("plan", None)  # of conf/quant; null: as stored, and fp8 of plain weights
+    trace: str | None = of("plan", None)  # requests with times and lengths, in place of num_prompts at a time
+    min_user_rate: float | None = of("plan", number(None, 0, above=True))  # tokens/s that each request gets at least
+    max_ttft: float | None = of("plan", number(None, 0, above=True))  # seconds that the prompt takes at most
+    price_per_hour: float | None = of("plan", number(None, 0, above=True))  # of a GPU, in any currency; null: no cost
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
     stage: str | None = of("explain", None)  # print the whole text after this pass
@@ -1061,9 +1067,9 @@ class JobConfig:
     export: str | None = of("cache", None)  # write an artifact and its pieces to this file
     import_from: str | None = of("cache", None)  # job.import=FILE takes in what job.export wrote
     trust: bool = of("cache", False)  # import what will run as you
-    num_prompts: int = of("bench profile", number(8, 1, INT32))  # requests, all at once
-    input_len: str = of("bench profile", "128")  # tokens of a prompt; 100-1024: any number of these, uniform
-    output_len: str | None = of("bench profile", None)  # of an answer; null: the dataset's, or sampling.max_tokens
+    num_prompts: int = of("bench profile", number(8, 1, INT32), also="plan")  # requests, all at once
+    input_len: str = of("bench profile", "128", also="plan")  # tokens of a prompt; 100-1024: these, uniform
+    output_len: str | None = of("bench profile", None, also="plan")  # of an answer; null: as stored, or max_tokens
     dataset_path: str | None = of("bench profile", None)  # conversations in ShareGPT's JSON; null: random tokens
     num_warmups: int = of("bench profile", number(1, 0, INT32))  # runs of all requests before those that count
     num_iters: int = of("bench", number(1, 1, INT32))  # runs that count
@@ -1079,6 +1085,9 @@ class GPUConfig:
     rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of dense matmuls
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds
     features: list[str] = field(default_factory=list)  # that kernels ask for: vendor and architecture; none: any
+    # row of docs/results/gpu -> share of its limit, and what it is of: bits, mixture (0, 1), layer_seconds at the limit
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
+    prompt_shares: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of prompts
 
 
 @dataclass

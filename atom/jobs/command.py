@@ -18,8 +18,10 @@ from atom.config.load import show
 from atom.config.overrides import SECRET, hide_secret, rewrite
 from atom.config.spelling import HIDDEN, override
 from atom.errors import ConfigError
+from atom.jobs import module_of
+from atom.jobs.kind import implied_job, named_job
 from atom.jobs.run import run
-from atom.jobs.start import choose_job
+from atom.jobs.start import choose_job, load_job
 from atom.jobs.sweep.sweep import sweep
 
 HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra without a value
@@ -32,6 +34,8 @@ def run_flags(args: argparse.Namespace) -> int:
         raise ConfigError("--resolve is for --cfg: write --cfg job --resolve")
     if args.shell_completion or args.hydra_help or args.cfg in ("hydra", "all"):
         return run_hydra(args, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
+    if args.multirun and (named_job(args.overrides) or implied_job(args.overrides)) == "plan":
+        return run_measured(args.overrides, dirs)
     if args.multirun:
         return sweep(args.overrides, dirs)
     if args.info:
@@ -41,6 +45,13 @@ def run_flags(args: argparse.Namespace) -> int:
         print(show(texts, config_dirs=dirs, package=args.package, is_resolved=args.resolve), end="")
         return 0
     return run(args.overrides, dirs)
+
+
+def run_measured(overrides: Sequence[str], dirs: Sequence[str]) -> int:
+    """Run job=plan, and measure the first of its options; these are its choices, so no field may have several."""
+    config = load_job(choose_job(overrides, dirs), dirs)
+    code: int = module_of("plan").run(config, measures=True)
+    return code
 
 
 def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:

@@ -41,7 +41,8 @@ def run(
             open_early()
         job = module_of(config.job.kind)
     texts = rewrite(overrides, config_dirs=dirs)
-    if config.job.save_recipe and save_recipe(config, texts):
+    saves = config.job.save_recipe is not None and config.job.kind != "plan"  # whose recipe is of what it has found
+    if saves and save_recipe(config, texts):
         line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
         say(line)
     numbers: dict[str, Any] = {}
@@ -52,6 +53,6 @@ def run(
     if numbers:
         numbers = {name: numbers[name] for name in job.OBJECTIVES if numbers.get(name) is not None}
         report(numbers)
-        if config.job.save_recipe:
+        if saves:
             save_recipe(config, texts, numbers)
     return code

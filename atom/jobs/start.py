@@ -22,11 +22,11 @@ from atom.errors import ConfigError
 from atom.jobs import module_of
 from atom.jobs.kind import implied_job, keys_of, named_job, own_fields
 
-WITH_PAGE = ("explain", "bench", "profile", "compare")  # for job.output=html
+WITH_PAGE = ("explain", "bench", "profile", "compare", "plan")  # for job.output=html
 # modules with `run(config)`
 JOBS = (
     "serve", "batch", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare",
-    "port",
+    "port", "plan",
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""`job=plan`: layouts and formats of a model on GPUs, by estimated cost."""

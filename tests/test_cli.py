@@ -454,7 +454,7 @@ def test_tab_completes_groups_and_fields():
     for typed, expected in (
         (
             "job=",
-            "job=batch job=bench job=cache job=chat job=compare job=compile job=explain job=generate job=port job=profile job=recipe job=serve",
+            "job=batch job=bench job=cache job=chat job=compare job=compile job=explain job=generate job=plan job=port job=profile job=recipe job=serve",
         ),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):

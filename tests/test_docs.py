@@ -45,6 +45,7 @@ from atom.graph.ops import OPS
 from atom.jobs import generate
 from atom.jobs.bench import job as bench
 from atom.jobs.bench.workload import open_workload
+from atom.jobs.plan import job as plan
 from atom.kernels import find_target
 
 pytestmark = pytest.mark.early
@@ -187,6 +188,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.setattr(plan, "run", lambda config, **_: start(config))
     really = generate.run
     monkeypatch.setattr(generate, "run", lambda config, *rest: really(made_small(config, tmp_path), *rest))
     save_artifact(Cache(tmp_path / "cache"))

@@ -141,6 +141,7 @@ serve.http: max_stop_sequences max_top_n_tokens best_of max_body
 serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint response_store_bytes
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes diff resume entry prune verify export import_from trust
+job: gpus formats trace min_user_rate max_ttft price_per_hour
 job: a b bound bisect save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
@@ -343,6 +344,7 @@ def test_the_groups_jobs_and_commands():
             "compile",
             "explain",
             "generate",
+            "plan",
             "port",
             "profile",
             "recipe",

@@ -50,10 +50,10 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, and this is job=cache: leave"),
+        (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, plan, and this is job=cache"),
         (["job=cache", "prompts=hi"], "prompts is a field of job=generate, batch, compare, and this is job=cache: leave it out, or write job=generate"),
-        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, compare, port, and"),
-        (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, and this is job=serve"),
+        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, compare, port, plan,"),
+        (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, plan, and this is job=serve"),
         (["job=bench", "job.num_steps=4"], "job.num_steps is a field of job=profile, and this is job=bench"),
         (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, batch, generate,"),
         (["job=explain", "sampling.top_k=3"], "sampling.top_k is a field of job=serve, batch, generate, chat, bench, profile, and"),

@@ -54,6 +54,7 @@ from atom.prompts import (
 )
 from atom.runtime.engine import Engine
 from atom.runtime.requests.inbox import Inbox, Urgent, Work
+from atom.runtime.requests.taps import GivenSteer, GivenTaps, read_steer, read_taps
 from atom.runtime.step.guard import StepGuard
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
@@ -90,10 +91,13 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         adapter: str | None = None,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a prompt: a dict with each new part of an answer, n of them distinguished by `index`.
 
         adapter: the name of a LoRA adapter of serve.lora_modules.
+        taps, steer: as in `LLMEngine.generate`.
 
         text and token_ids are all so far, finish_reason is None until the end; the last dict of an answer is that of
         `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError if the engine has ended.
@@ -102,7 +106,8 @@ class AsyncLLMEngine:
         found = prompt_of(prompt)
         place = partial(place_prompt, found, self._images, self._engine.vocabulary)
         content, images = await asyncio.to_thread(place) if found.has_images else (found.content, ())
-        options = RequestOptions(salt=found.salt, priority=priority, adapter=adapter, images=images)
+        asked: dict[str, Any] = {"taps": read_taps(taps), "steer": read_steer(steer)}
+        options = RequestOptions(salt=found.salt, priority=priority, adapter=adapter, images=images, **asked)
         async with self._request(content, params, options, request_id) as request:
             async for output in request.outputs():
                 yield request.describe(output)
@@ -120,6 +125,8 @@ class AsyncLLMEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a conversation; the arguments are those of `LLMEngine.chat`, the dicts those of `generate`."""
         encode = partial(
@@ -133,7 +140,8 @@ class AsyncLLMEngine:
             chat_template_kwargs=chat_template_kwargs,
         )
         (prompt,) = await asyncio.to_thread(encode)
-        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, adapter=adapter)
+        asked: dict[str, Any] = {"priority": priority, "adapter": adapter, "taps": taps, "steer": steer}
+        outputs = self.generate(prompt, sampling_params, request_id, **asked)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output

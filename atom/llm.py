@@ -52,6 +52,7 @@ from atom.prompts import (
 from atom.runtime.draft.speculation import describe_drafts, draft_statistics
 from atom.runtime.metrics import EngineStats
 from atom.runtime.ranks.remote import serve_rank
+from atom.runtime.requests.taps import GivenSteer, GivenTaps, read_steer, read_taps
 from atom.runtime.types import RequestOptions, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
@@ -106,18 +107,25 @@ class LLMEngine:
         sampling_params: SamplingParams | List[SamplingParams] | None = None,
         adapters: str | List[str | None] | None = None,
         use_tqdm: bool = False,
+        *,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> list[dict[str, Any]]:
         """Answer every prompt, or one text or mapping; blocks until all are done.
 
         adapters: the name of a loaded LoRA adapter for all prompts, or one for each, None for the plain model.
         use_tqdm: show on stderr how many answers are done.
+        taps: layers of passes.taps whose hidden states are wanted, by name: {"model.layers.12": "mean"}, or a list of
+          names for the prompt's last token. The answers have them as `taps`: by name fp32[H], or of all [tokens, H].
+        steer: vectors of passes.steer that are added to hidden states, with their scales: {"calm": 4.0}.
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
         prompt_logprobs if asked for, and prefix_hit with explain. A prompt that fails while others run has
         finish_reason error and its `error`; what fails all that run is raised.
         """
-        return [answer(sequence) for sequence in self.complete(prompts, sampling_params, adapters, use_tqdm)]
+        sequences = self.complete(prompts, sampling_params, adapters, use_tqdm, taps=taps, steer=steer)
+        return list(map(answer, sequences))
 
     def complete(
         self,
@@ -125,10 +133,13 @@ class LLMEngine:
         sampling_params: SamplingParams | List[SamplingParams] | None = None,
         adapters: str | List[str | None] | None = None,
         use_tqdm: bool = False,
+        *,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> list[Sequence]:
         """Answer every prompt, as `generate` does, and return the sequences themselves, those of a prompt in a row."""
         self._need_awake()
-        ids = self.add_request(prompts, sampling_params, adapters=adapters)
+        ids = self.add_request(prompts, sampling_params, adapters=adapters, taps=taps, steer=steer)
         return self._finish(ids, RichProgress() if use_tqdm else SILENT)
 
     def chat(
@@ -143,13 +154,15 @@ class LLMEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         adapters: str | List[str | None] | None = None,
         use_tqdm: bool = False,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> list[dict[str, Any]]:
         """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
 
         chat_template: in place of the checkpoint's
         continue_final_message: the answer continues the last message, and add_generation_prompt must be false
         chat_template_kwargs: more variables of the template
-        adapters, use_tqdm: as in generate
+        adapters, use_tqdm, taps, steer: as in generate
         """
         encoded = encode_conversations(
             self.tokenizer,
@@ -160,7 +173,7 @@ class LLMEngine:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(encoded, sampling_params, adapters, use_tqdm)
+        return self.generate(encoded, sampling_params, adapters, use_tqdm, taps=taps, steer=steer)
 
     def score(
         self,
@@ -274,12 +287,15 @@ class LLMEngine:
         sampling_params_list: SamplingParams | List[SamplingParams] | None = None,
         stream_callback: StreamCallback | None = None,
         adapters: str | List[str | None] | None = None,
+        *,
+        taps: GivenTaps = None,
+        steer: GivenSteer = None,
     ) -> list[str]:
         """Queue prompts, all or none, and return their ids. RequestError says which one cannot be served.
 
         sampling_params_list: None: those of the configuration and of the checkpoint's generation_config.json
         stream_callback: gets a `RequestOutput` for every token that completes text, and one at the end
-        adapters: as in generate
+        adapters, taps, steer: as in generate
         """
         self._need_own_process()
         prompts = prompts_of(prompt_or_tokens_list)
@@ -293,10 +309,11 @@ class LLMEngine:
         if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
             raise RequestError(one_line(f"{wrong[0]!r:.200} is no SamplingParams"))
         names, prepared = adapters_of(adapters, len(prompts)), []
+        more: dict[str, Any] = {"taps": read_taps(taps), "steer": read_steer(steer)}
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
                 content, images = place_prompt(prompt, self._images, self._engine.vocabulary)
-                options = RequestOptions(salt=prompt.salt, adapter=name, images=images)
+                options = RequestOptions(salt=prompt.salt, adapter=name, images=images, **more)
                 prepared.append(self._engine.prepare(content, one, options))
             except RequestError as error:
                 raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
@@ -411,4 +428,6 @@ def answer(sequence: Sequence) -> dict[str, Any]:
         result["logprobs"] = sequence.logprobs
     if sequence.params.prompt_logprobs is not None:
         result["prompt_logprobs"] = sequence.prompt_logprobs
+    if sequence.tapped:
+        result["taps"] = sequence.taps
     return result

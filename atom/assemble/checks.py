@@ -13,6 +13,7 @@ from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Tokenize
 from atom.compiler import whole_graph
 from atom.config import Config, ModelConfig
 from atom.config.stored_names import stored_name
+from atom.config.taps import layer_taps
 from atom.errors import CheckpointError, ConfigError
 from atom.frontend.mlp import mlp_of
 from atom.graph import Graph, Recipe, W
@@ -59,8 +60,9 @@ def mtp_patterns(config: Config) -> Sequence[str]:
 
 
 def check_values(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
-    """Check what is read of loaded tensors as it is: scales of keys and values, numbers of tokens and of experts."""
+    """Check what is read of loaded tensors as it is: scales, numbers of tokens and of experts, steering vectors."""
     check_kv_scales(tensors, config)
+    check_vectors(tensors, config)
     check_draft_tokens(tensors, config)
     check_expert_tables(tensors, config)
 
@@ -79,6 +81,16 @@ def check_kv_scales(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
             assert isinstance(tensor, Tensor), "only experts are lists"
             if not 0 < (value := tensor.item()) < math.inf:
                 raise CheckpointError(f"tensor {recipe.name} is {value:g}; a scale is a number above 0")
+
+
+def check_vectors(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check that steering vectors are finite: 0 times another number would not leave rows what they are."""
+    names = {vector.tensor for vector in layer_taps(config).vectors}
+    for recipe, tensor in tensors.items():
+        if isinstance(recipe, W) and recipe.name in names:
+            assert isinstance(tensor, Tensor), "only experts are lists"
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"tensor {recipe.name} has numbers that are not finite in {config.dtype}")
 
 
 def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None:

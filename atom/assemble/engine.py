@@ -54,6 +54,7 @@ from atom.runtime.ranks.driver import Driver, RanksProfiler
 from atom.runtime.ranks.links import RankProcess, Ranks
 from atom.runtime.ranks.remote import Placement
 from atom.runtime.requests.grammar import Grammars
+from atom.runtime.requests.taps import Registered
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.data_parallel import DataParallelBuilder
 from atom.runtime.sleep import place_in
@@ -132,6 +133,7 @@ def open_engine(
             grammars=model.grammars,
             classifier=read_classifier(config),
             images=of_requests,
+            registered=Registered(config.passes.taps, list(config.passes.steer), config.model.hidden),
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")

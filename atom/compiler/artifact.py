@@ -21,6 +21,7 @@ from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
 from atom.config import Config, QuantConfig
 from atom.config.spelling import override
+from atom.config.taps import layer_taps
 from atom.errors import ConfigError
 from atom.frontend import build
 from atom.graph import Graph, Mesh, parse, show
@@ -52,6 +53,7 @@ def semantic_graph(config: Config) -> Graph:
         draft=config.draft,
         pools=pools(config),
         images=config.reads_images,
+        taps=layer_taps(config),
     )
 
 
@@ -230,7 +232,8 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
                 method = str(theirs.get("draft"))
                 draft = config.draft if method == config.serve.method else None
                 has_pool = theirs.get("pools") == "true"
-                has = {"pools": has_pool, "images": "images" in theirs and config.model.vision is not None}
+                reads_images = "images" in theirs and config.model.vision is not None
+                has: dict[str, Any] = {"pools": has_pool, "images": reads_images, "taps": layer_taps(config)}
                 graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft, **has)
                 if digest(show(graph)) == theirs["model"]:  # the text names its dtypes and formats
                     named.remove("model")

@@ -29,7 +29,7 @@ from atom.compiler.artifact import (
     read_artifact,
     semantic_graph,
 )
-from atom.compiler.saved_graph import check_ranks, check_runnable, check_stages, read_saved
+from atom.compiler.saved_graph import check_ranks, check_runnable, check_stages, check_tapped, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, ConfigError, PassError, UnsupportedError
 from atom.graph import Graph
@@ -79,6 +79,7 @@ def compile_graph(
     graph = lower_here(graph, first=first)
     check_ranks(graph, config.job.graph, mesh_of(config))
     check_runnable(graph, config.job.graph, target, has_draft=has_draft(config), pools=pools(config))
+    check_tapped(graph, config.job.graph, config.passes)
     return graph
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from torch.fx import Node
 
+from atom.config import PassesConfig
 from atom.errors import ConfigError, PassError
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Mesh, Once, Shuffle, ops, parse, verify
-from atom.graph.graph import ADAPTERS, NOISE, type_of
+from atom.graph.graph import ADAPTERS, NOISE, STEERING, type_of
 from atom.graph.recipe_contents import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
@@ -108,9 +109,23 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
 
 
+def check_tapped(graph: Graph, path: str, passes: PassesConfig) -> None:
+    """Raise ConfigError if a saved text taps or steers other layers than the configuration says."""
+    body = graph.programs[BODY]
+    num_read = sum(len(graph.programs[name].inputs) for name in (HEAD, DRAFT_IN) if name in graph.programs)
+    num_taps = len(body.results) - num_read
+    if (num_taps > 0 or passes.taps) and num_taps != len(passes.taps):
+        what = f"its body returns what {max(num_taps, 0)} layers give, passes.taps names {len(passes.taps)}"
+        raise ConfigError(f"job.graph={path}: {what}; save it with the same passes.taps")
+    scales = [node.meta["type"].shape[-1] for node in body.inputs if node.name == STEERING]
+    if sum(scales) != len(passes.steer or {}):
+        what = f"its body takes {sum(scales)} scales, passes.steer names {len(passes.steer or {})} vectors"
+        raise ConfigError(f"job.graph={path}: {what}; save it with the same passes.steer")
+
+
 def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> None:
     """Raise ConfigError if a program is missing, or has inputs that the others do not give it."""
-    inputs, sources = {BODY: {*INPUTS, ADAPTERS}}, {HEAD: BODY}
+    inputs, sources = {BODY: {*INPUTS, ADAPTERS, STEERING}}, {HEAD: BODY}
     if pools or POOL in graph.programs:
         sources[POOL] = BODY
     if has_draft or {DRAFT_IN, DRAFT_HEAD} & graph.programs.keys():

@@ -18,6 +18,7 @@ from atom.checkpoint import (
     embedded,
     open_checkpoint,
 )
+from atom.checkpoint.steering import SteeringFiles
 from atom.config import Config, ModelConfig
 from atom.config.stored_names import stacked_parts
 from atom.config.vision import tower_modules
@@ -48,8 +49,10 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
 
 
 def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
-    """The configuration's checkpoint, with the tensors of its draft model, if there is one, under `DRAFT_PREFIX`."""
+    """The configuration's checkpoint, with its steering vectors and the draft model's tensors, under `DRAFT_PREFIX`."""
     checkpoint = open_for(config, progress)
+    if config.passes.steer and not config.load_dummy:
+        checkpoint = JoinedCheckpoint(checkpoint, SteeringFiles(config.passes.steer))
     if config.draft is None:
         return checkpoint
     assert config.serve.draft_model is not None, "config.load checks it"

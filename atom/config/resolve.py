@@ -34,6 +34,7 @@ from atom.config.parallel import derive_parallel
 from atom.config.resolve_model import derive_model
 from atom.config.resolve_quant import derive_quant
 from atom.config.schema import Config
+from atom.config.taps import check_taps
 from atom.config.vision import choose_images, derive_vision
 from atom.devices import find_device
 from atom.dtypes import BY_NAME
@@ -64,6 +65,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_passes(config.passes)
     check_parallel(config, derived, device)
     check_lora(config)
+    check_taps(config, derived)
     check_offload(config, device)
     check_sleep(config)
     check_models(serve)
@@ -73,6 +75,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     return replace(
         config,
         model=replace(derived, vision=derive_vision(config)) if images else derived,
+        passes=replace(config.passes, steer={str(name): path for name, path in (config.passes.steer or {}).items()}),
         parallel=derive_parallel(config, derived),
         quant=derive_quant(config, derived),
         serve=replace(

@@ -847,6 +847,8 @@ class PassesConfig:
     """Passes of users, and those of ours that may be left out."""
 
     extra: list[str] = field(default_factory=list)  # module:function, run ahead of select_kernels; …@NAME: of that pass
+    taps: list[str] = field(default_factory=list)  # layers whose hidden states requests may ask for: model.layers.12
+    steer: Any = None  # mapping from names in requests to safetensors files of steering vectors, by names of layers
     sink_into_head: bool = True  # compute what follows the last attention only for rows that need logits
     fuse_qkv: bool = True  # merge queries, keys and values into one linear
     fuse_gate_up: bool = True  # merge gate and up into one linear

@@ -13,12 +13,13 @@ from collections.abc import Collection
 from atom.checkpoint import DRAFT_PREFIX
 from atom.config import ModelConfig, QuantConfig
 from atom.config.draft_methods import METHODS
+from atom.config.taps import NO_TAPS, LayerTaps
 from atom.errors import ConfigError
 from atom.frontend.decoder import write_body, write_head, write_pool
 from atom.frontend.drafts import WRITERS, kept_states
 from atom.frontend.vision import write_vision
 from atom.frontend.writer import Writer
-from atom.graph import BODY, HEAD, POOL, VISION, Graph, ops
+from atom.graph import BODY, DRAFT_IN, HEAD, POOL, VISION, Graph, ops
 
 AS_STORED = QuantConfig()
 
@@ -33,12 +34,14 @@ def build(
     draft: ModelConfig | None = None,
     pools: bool = False,
     images: bool = False,
+    taps: LayerTaps = NO_TAPS,
 ) -> Graph:
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
 
     method: of drafting tokens, as serve.method; drafts.py has the programs of those that the text has programs for.
     draft: the model of serve.draft_model.
     images: whether `vision` makes, of patches, the rows that some tokens of `body` take, see vision.py and placed.py.
+    taps: the layers that `body` returns after the hidden states, and those that are steered.
     pools: whether `pool` makes, of rows of hidden states, the vectors [R, H] that embeddings are pooled of.
 
     ConfigError if the model has no layer that drafts.
@@ -52,14 +55,18 @@ def build(
         return writers[-1]
 
     vision = model.vision if images else None
-    write_body(writer(BODY), kept=kept_states(method, model, draft), vision=vision)
+    kept = kept_states(method, model, draft)
+    write_body(writer(BODY), kept=kept, vision=vision, taps=taps)
     write_head(writer(HEAD))
     if pools:
         write_pool(writer(POOL))
     if vision is not None:
         write_vision(graph.program(VISION), vision, dtype)
     if method in WRITERS and (draft is not None or not METHODS[method].model_file):
-        WRITERS[method](writer, draft or model, graph.programs[BODY].results[1:])
+        WRITERS[method](writer, draft or model, graph.programs[BODY].results[1 + len(taps.layers) :])
+    if taps.layers and DRAFT_IN in graph.programs and not kept:  # which takes the last results: the hidden states
+        body = graph.programs[BODY]
+        body.fx.output_node().args = ((*body.results, body.results[0]),)
     check_scales(model, {name for each in writers if each.model is model for name in each.scaled})
     if quant.requires_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")

@@ -15,6 +15,7 @@ from itertools import islice
 from torch.fx import Node
 
 from atom.config import Group, SectionConfig, VisionConfig
+from atom.config.taps import NO_TAPS, LayerTaps
 from atom.frontend.attention import rotaries
 from atom.frontend.blocks import write_block
 from atom.frontend.mlp import mlp_of
@@ -25,6 +26,7 @@ from atom.frontend.rope import Rotary
 from atom.frontend.streams import STREAMS, Place
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, W, ops
+from atom.graph.graph import STEERING
 from atom.graph.recipe_ranges import narrow, padded
 
 RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
@@ -32,12 +34,17 @@ NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and se
 
 
 def write_body(
-    writer: Writer, kept: Sequence[int] = (), vocab: int | None = None, vision: VisionConfig | None = None
+    writer: Writer,
+    kept: Sequence[int] = (),
+    vocab: int | None = None,
+    vision: VisionConfig | None = None,
+    taps: LayerTaps = NO_TAPS,
 ) -> None:
     """Write the body: tokens and positions i64[T] -> hidden states [T, H] after the final norm.
 
     kept: layers whose inputs are returned after the hidden states; num_layers stands for the last one's output.
     vocab: see `table`.
+    taps: layers whose outputs are returned between the two, and vectors that are added to those of some.
     vision: what makes rows that some tokens take, see `placed.py`; None: all tokens are of a text.
     """
     tokens, positions = write_tokens(writer)
@@ -54,6 +61,7 @@ def write_body(
     streams = STREAMS[model.streams.kind]
     x = streams.spread(writer, embedded)
     states, later = [x], None
+    tapped: dict[int, Node] = {}
 
     def run_layers(x: Node, num_layers: int) -> Node:
         nonlocal later
@@ -62,7 +70,7 @@ def write_body(
             x = add_ngrams(writer, x, number)
             read, end = streams.connect_layer(writer, x, number, own)
             y, later = write_layer(writer, read, rotary, number, embedded=embedded, earlier=later)
-            x = end(y)
+            tapped[number] = x = steer(writer, end(y), number, taps)
             if placed is not None and number + 1 < placed.num_parts:
                 x = placed.put(writer, x, number + 1)
             states.append(x)
@@ -85,7 +93,17 @@ def write_body(
     hidden = streams.merge(writer, x)
     if model.norm.final:
         hidden = writer.norm(hidden, "final_norm", name="hidden")
-    writer.program.output(hidden, *(states[number] for number in kept))
+    writer.program.output(hidden, *map(tapped.__getitem__, taps.layers), *(states[number] for number in kept))
+
+
+def steer(writer: Writer, x: Node, layer: int, taps: LayerTaps) -> Node:
+    """x [T, H], what a layer gives -> [T, H]: the same with its steering vectors, each by the scale of its token"""
+    for vector in taps.vectors:
+        if vector.layer == layer:
+            scales = writer.program.input(STEERING, Type("fp32", ("T", taps.num_scales)))
+            weight = W(vector.tensor, Type(writer.dtype, (writer.model.hidden,)))
+            x = writer.program.call(ops.steer, x, scales, weight, index=vector.number, name="x")
+    return x
 
 
 def write_loops(

@@ -39,6 +39,7 @@ VISION = "vision"  # of the patches of images, whose rows the body takes
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
 NOISE = ("keys", "temperatures", "depths")  # what DRAFT_HEAD takes besides rows of hidden states, of each
 ADAPTERS = "adapters"  # the input of a body that has the number of each token's adapter
+STEERING = "steering"  # the input of a body that has each token's scale of each steering vector
 # further inputs of a body that reads images: of each token its row of ENCODED, or -1; those rows; its position in time,
 # row and column, if its rope has sections; and, if tokens of an image see each other, up to where it sees
 ROWS, ENCODED, ROPE_POSITIONS, ENDS = "rows", "encoded", "rope_positions", "ends"

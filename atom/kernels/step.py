@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     slots: Tensor  # i64[C, T], of all kinds
     tables: Tensor  # i32[C, S, M], of all kinds
     adapters: Tensor | None = None  # i64[T], if the body takes them
+    steering: Tensor | None = None  # fp32[T, K], if the body takes it
     rows: Tensor | None = None  # i32[T], if the body takes images: of `encoded`; -1: none
     encoded: Tensor | None = None  # [N, W], the encoded images
     rope_positions: Tensor | None = None  # i64[T, 3], if the body takes them

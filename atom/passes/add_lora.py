@@ -21,7 +21,6 @@ from torch.fx import Node
 
 from atom.graph import (
     BODY,
-    DRAFT_IN,
     HEAD,
     POOL,
     Cat,
@@ -100,9 +99,8 @@ def _pass_on(graph: Graph) -> None:
     adapters = _adapters_of(body)
     for program in heads:  # all take the same
         _adapters_of(program)
-    num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
     results = list(body.results)
-    results.insert(len(results) - num_states, adapters)
+    results.insert(len(heads[0].inputs) - 1, adapters)
     body.fx.output_node().args = (tuple(results),)
 
 

@@ -10,9 +10,9 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 Nothing after the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
-What makes embeddings takes rows of the same results, and gets a copy of these calls. What a draft reads of each token
-stays a result of the body. What drafts is a body and a head, too; a hidden state that a further draft begins with is
-then a result of its head, after the tokens.
+What makes embeddings takes rows of the same results, and gets a copy of these calls. What a tap or a draft reads of
+each token stays a result of the body. What drafts is a body and a head, too; a hidden state that a further draft begins
+with is then a result of its head, after the tokens.
 Declines if there is no attention, if a draft reads what the head takes or another stage receives it, if the
 head does not take what the body returns, or if a value that it would then take does not have a row for each token.
 """
@@ -41,12 +41,13 @@ def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> N
     """Move the end of a body into its heads.
 
     heads: all of the same results of the body.
-    num_read: the last results of the body, which a draft reads.
+    num_read: the last results of the body, which a draft reads, and may be the first ones.
     """
     is_carried = body.name == DRAFT and graph.carries_hidden and len(heads[0].results) == 1
     head = heads[0]
     rows_taken = [node for node in head.inputs if node.name not in NOISE]
     num_taken = len(rows_taken)
+    num_read = max(num_read, len(body.results) - num_taken)
     results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]
     kept = _ahead_of_attention(body, states)
     sunk = [call for call in body.nodes if call not in kept]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import random
 import threading
 import time
@@ -38,6 +39,7 @@ from atom.runtime.requests.grammar import Grammars
 from atom.runtime.requests.loras import Loras
 from atom.runtime.requests.output import Stream
 from atom.runtime.requests.repetition import make_detector
+from atom.runtime.requests.taps import Registered
 from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.schedule.scheduler import Scheduler, finish_reason
@@ -81,6 +83,7 @@ class Engine:
         grammars: Grammars | None = None,
         classifier: npt.NDArray[np.float32] | None = None,
         images: RequestImages | None = None,
+        registered: Registered | None = None,
     ) -> None:
         """
         runner: executes steps
@@ -97,6 +100,7 @@ class Engine:
         grammars: the grammar compiler; None: a new one of this vocabulary
         classifier: [C, H], scores labels by the last hidden state; None: the model has no labels
         images: those of requests; None: it takes none
+        registered: what requests may tap, and steer by; None: nothing
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -105,7 +109,7 @@ class Engine:
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
         self._files, self._keep = files, keep
-        self._classifier, self._images = classifier, images
+        self._classifier, self._images, self._registered = classifier, images, registered or Registered()
         self._loras, self._sleeper = loras, sleeper
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
@@ -153,6 +157,9 @@ class Engine:
         """Make the n sequences of a request, nothing queued yet. RequestError if it cannot be served."""
         lora = None if options.adapter is None else self.loras.find(options.adapter)
         salt = options.salt if lora is None else hashlib.sha256(lora.digest + options.salt).digest()
+        steering = self._registered.scales_of(options.steer)
+        if any(steering):
+            salt = hashlib.sha256(json.dumps(steering).encode() + salt).digest()
         tokens = self._tokenize(prompt, options)
         rope_positions, rope_delta = None, 0
         if self._images is not None and options.images:
@@ -191,6 +198,9 @@ class Engine:
                 images=options.images,
                 rope_positions=rope_positions,
                 rope_delta=rope_delta,
+                reads_prompt=options.reads_prompt,
+                steering=steering,
+                tapped=self._registered.open(options.taps),
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)

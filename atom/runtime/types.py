@@ -167,6 +167,35 @@ class PrefixHit(msgspec.Struct, array_like=True, frozen=True):
     seconds: float | None = None  # since the eviction, with `evicted`; None: not known
 
 
+POOLS = ("last", "mean", "all")
+
+
+class Tap(NamedTuple):
+    """The hidden states of a layer that a request asks for."""
+
+    name: str  # of the layer, one of passes.taps
+    pool: str = "last"  # of the prompt: its last token, or their mean; all: of each token, those of the answer too
+
+
+Steering = tuple[tuple[str, float], ...]  # names of vectors, each of passes.steer, with their scales
+
+
+class TapResult(Protocol):
+    """What a sequence has of a tap so far; `runtime.requests.taps` has it."""
+
+    tap: Tap
+    index: int  # of its layer among those that are registered
+
+    def span(self, start: int, num_tokens: int, num_prompt: int) -> tuple[int, int]:
+        """The tokens that it reads of a step's, from position start on: how many come before them, and how many."""
+
+    def take(self, start: int, num_tokens: int, data: bytes) -> None:
+        """Take the states of these tokens."""
+
+    def states(self, num_prompt: int, num_tokens: int) -> npt.NDArray[np.float32] | None:
+        """fp32[H], or of all [tokens, H]; None: it has none."""
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """Options of a request besides its prompt and its sampling parameters."""
@@ -180,6 +209,13 @@ class RequestOptions:
     adapter: str | None = None  # the name of a LoRA adapter; only its requests share cached prefixes
     retained: tuple[RetainedPrefix, ...] = ()  # besides the one of SamplingParams.cache_retention
     images: tuple[PlacedImage, ...] = ()  # of the prompt's placeholders, in their order
+    taps: tuple[Tap, ...] = ()  # hidden states that it asks for, of layers each once
+    steer: Steering = ()  # vectors that are added to hidden states; only its equals share cached prefixes
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether an embedding or a tap needs each token of the prompt."""
+        return self.pooling == "MEAN" or any(tap.pool != "last" for tap in self.taps)
 
 
 NO_OPTIONS = RequestOptions()
@@ -212,6 +248,8 @@ class Request:
     images: tuple[PlacedImage, ...] = ()  # of the prompt's placeholders, which are its negative tokens
     rope_positions: npt.NDArray[np.int32] | None = None  # [3, L] up to the last image's end; None: the tokens' own
     rope_delta: int = 0  # from the positions of later tokens to those that their rope takes
+    reads_prompt: bool = False  # an embedding or a tap needs each token of the prompt
+    steering: tuple[float, ...] = ()  # the scale of each registered vector; none: all are 0
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
@@ -246,6 +284,7 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     pooled: npt.NDArray[np.float64] | None = None  # [H], the sum over tokens that are pooled, so far
+    tapped: abc.Sequence[TapResult] = ()  # of each of its taps
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | repetition | abort | error
     stop_string: str | None = None  # the stop string that was met
     error: str | None = None  # the message, if finish_reason is error
@@ -269,7 +308,13 @@ class Sequence(Answer, SchedulingState, Request):
     @property
     def needs_prompt(self) -> bool:
         """Whether each token of the prompt must be computed, whatever is cached."""
-        return self.params.prompt_logprobs is not None or self.pooling == "MEAN"
+        return self.params.prompt_logprobs is not None or self.reads_prompt
+
+    @property
+    def taps(self) -> dict[str, npt.NDArray[np.float32]]:
+        """By the names of layers that it taps fp32[H], or of all tokens [tokens, H], as far as they are computed."""
+        found = {each.tap.name: each.states(len(self.prompt), self.num_tokens) for each in self.tapped}
+        return {name: states for name, states in found.items() if states is not None}
 
     @property
     def embedding(self) -> npt.NDArray[np.float32] | None:
@@ -377,6 +422,7 @@ class Sampled:
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens after its first
     num_drafted: dict[int, int] = field(default_factory=dict)  # row that samples -> drafts that were verified, if any
     pooled: dict[int, bytes] = field(default_factory=dict)  # plan's row -> fp32[H], the sum over tokens that are pooled
+    tapped: dict[int, dict[int, bytes]] = field(default_factory=dict)  # plan's row -> number of its tap -> fp32
     others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
 

@@ -214,3 +214,21 @@ def test_a_text_without_a_draft_is_refused_where_the_run_needs_one(configure: Co
     text = texts_by_stage(configure("deepseek_v3", 1), TARGETS["cpu"])[0]["lower_attention"]
     with pytest.raises(ConfigError, match=r"mine.py: it has no function draft, draft_head$"):
         compile_graph(drafting(configure("deepseek_v3", 1, text)), target=TARGETS["cpu"])
+
+
+def tapping(config: Config, *layers: str) -> Config:
+    return replace(config, passes=replace(config.passes, taps=list(layers)))
+
+
+def test_a_text_that_is_tapped_runs_with_the_same_taps(configure: Configure):
+    config = tapping(configure("llama", 1), "model.layers.0", "model.layers.2")
+    texts, whole = texts_by_stage(config, TARGETS["cpu"])
+    for stage in ("semantic", "sink_into_head", "select_kernels"):
+        saved = configure("llama", 1, show_saved(stage, texts[stage]))
+        graph = compile_graph(tapping(saved, *config.passes.taps), target=TARGETS["cpu"])
+        assert renamed(graph) == renamed(whole)
+    with pytest.raises(ConfigError, match=r"its body returns what 2 layers give, passes.taps names 0"):
+        compile_graph(saved, target=TARGETS["cpu"])
+    plain = configure("llama", 1, show(semantic_graph(configure("llama", 1))))
+    with pytest.raises(ConfigError, match=r"its body returns what 0 layers give, passes.taps names 1"):
+        compile_graph(tapping(plain, "model.layers.1"), target=TARGETS["cpu"])

@@ -70,6 +70,7 @@ from atom.graph.ops.dense import (
     scale,
     softcap,
     split,
+    steer,
     xielu,
 )  # fmt: skip
 from atom.graph.ops.fused import add_norm_linear, gated_linear, linear_activate, norm_linear, norm_rope_attention
@@ -133,4 +134,12 @@ __all__ = [
     "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split",
     "split_heads", "ssd", "ssm_decay", "stream_gate", "stream_logits", "sum_moments", "sum_squares", "take_rows",
     "time_step", "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
+    "mla_attention", "mqa_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
+    "norm_rope_write_latent", "normalize_pixels", "pad", "paged_attention", "paged_compress", "paged_index_blocks",
+    "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters", "place_rows", "plain_experts",
+    "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope", "rotary", "rotary_sections",
+    "router", "row_shape", "run_batch", "scale", "scale_by_expert", "scale_by_rms", "segment_attention",
+    "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay",
+    "steer", "stream_logits", "sum_moments", "sum_squares", "take_rows", "time_step", "token_router", "weigh_inputs",
+    "write_index", "write_mqa", "xielu",
 ]  # fmt: skip

@@ -122,6 +122,22 @@ def affine(x: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
     return ((x.float() + offset.float()) * factor.float()).to(x.dtype)
 
 
+def _steer(x: Type, scales: Type, vector: Type, *, index: int) -> Type:
+    need(vector.shape == x.shape[-1:], f"the vector is {vector}, of rows of {x}")
+    need(scales.shape[:-1] == x.shape[:1] and scales.dtype == "fp32", f"scales are {scales}, of rows of {x}")
+    need(isinstance(index, int) and 0 <= index < int(scales.shape[-1]), f"index={index} is no column of {scales}")
+    return x
+
+
+@op(_steer)
+def steer(x: Tensor, scales: Tensor, vector: Tensor, *, index: int) -> Tensor:
+    """x [T, H], scales fp32[T, K], vector [H] -> x + scales[:, index] vector, [T, H]; in float32, rounded once
+
+    A steering vector (Turner et al. 2023), which each row takes by a scale of its own; of 0 it stays what it is.
+    """
+    return (x.float() + scales[:, index, None] * vector.float()).to(x.dtype)
+
+
 @op(lambda x, *, by: x)
 def scale(x: Tensor, *, by: float) -> Tensor:
     """x [...] -> [...]"""

@@ -84,6 +84,17 @@ def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
         sequence.pooled = pooled
 
 
+def take_taps(row: ScheduledRequest, place: int, sampled: Sampled, num_accepted: int) -> None:
+    """Store the hidden states that a step reports of a row, before its tokens are appended.
+
+    num_accepted: drafts of the row
+    """
+    sequence, num_tokens = row.sequence, row.num_tokens - len(row.drafts)
+    start = sequence.num_tokens - num_tokens if row.samples else row.start  # its plan may have counted rejected drafts
+    for number, states in sampled.tapped.get(place, {}).items():
+        sequence.tapped[number].take(start, num_tokens + num_accepted, states)
+
+
 MAX_COMPARED = 8  # newest prompts with which one that is to be placed is compared
 
 _priority = attrgetter("priority")
@@ -303,7 +314,7 @@ class Scheduler:
             self._suspects.pop(row.sequence, None)
         ended = []
         answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
-        has_reports = bool(sampled.prompt_logprobs or sampled.pooled)
+        has_reports = bool(sampled.prompt_logprobs or sampled.pooled or sampled.tapped)
         for place, row in enumerate(plan.rows):
             sequence = row.sequence
             self._land(row)
@@ -320,6 +331,7 @@ class Scheduler:
             self.cache.commit(sequence)
             if has_reports:
                 take_reports(row, place, sampled)
+                take_taps(row, place, sampled, 0 if answer is None else len(sampled.accepted.get(answer[0], ())))
             if answer is None:
                 self.stats.num_chunks += 1
             else:

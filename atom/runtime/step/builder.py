@@ -33,6 +33,7 @@ from atom.runtime.step.input import (
     Pooled,
     Scored,
     StepInput,
+    Tapped,
     pack_admission,
 )
 from atom.runtime.step.prefix_groups import PrefixGroups
@@ -157,6 +158,7 @@ class StepBuilder:
         )
         if rows.admitted:
             add_admissions(step, rows.admitted, has_histories=bool(self._capacity.num_drafts))
+            step.steering = pack_steering(rows.admitted, self._capacity.num_scales)
         if rows.indices:
             step.table_entries = bytearray(rows.indices + rows.blocks)
         step.restores = {kind: in_rows(moved, 2) for kind, moved in rows.restores.items()}
@@ -165,6 +167,8 @@ class StepBuilder:
             add_special(step, rows.special, self._capacity.vocab)
         if num_drafts:
             step.drafted = pack_drafts(plan, self._capacity.num_drafts)
+        if self._capacity.num_taps:
+            step.tapped = find_tapped(plan, shape)
         if not is_decode:
             step.scored = find_scored(plan, shape)
             step.pooled = find_pooled(plan, shape)
@@ -333,6 +337,12 @@ def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: 
         step.histories = [History(slot, bytearray(tokens)) for slot, tokens in known]
 
 
+def pack_steering(admitted: list[Sequence], num_scales: int) -> bytearray:
+    """The scales f32[A, K] of sequences' steering vectors."""
+    unsteered = (0.0,) * num_scales
+    return bytearray(array("f", [scale for each in admitted for scale in each.steering or unsteered]))
+
+
 def add_special(step: StepInput, special: list[_Special], vocab: int) -> None:
     """Add the penalties, log probabilities and logit processors of rows that have some."""
     step.has_penalties = any(resident.has_penalties for _, _, resident in special)
@@ -441,6 +451,17 @@ def find_pooled(plan: Plan, shape: BatchShape) -> list[Pooled]:
         elif pooling == "LAST" and row.start < num_prompt <= row.start + row.num_tokens:
             pooled.append(Pooled(at, first + num_prompt - row.start - 1, 1))
     return pooled
+
+
+def find_tapped(plan: Plan, shape: BatchShape) -> list[Tapped]:
+    """Find the tokens whose hidden states are reported. shape: as in `find_scored`"""
+    found = []
+    for at, (row, first) in enumerate(zip(plan.rows, find_firsts(plan, shape), strict=True)):
+        for number, each in enumerate(row.sequence.tapped):
+            before, num_tokens = each.span(row.start, row.num_tokens, len(row.sequence.prompt))
+            if num_tokens:
+                found.append(Tapped(at, number, each.index, first + before, num_tokens, each.tap.pool == "mean"))
+    return found
 
 
 def find_firsts(plan: Plan, shape: BatchShape) -> Iterator[int]:

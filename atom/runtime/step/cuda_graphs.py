@@ -61,6 +61,7 @@ class Started:
     hidden: Hidden | None = None  # of a step with prompts
     max_accepted: Tensor | None = None  # i32[R], the drafts of each that may be accepted
     unscored: Hidden = ()  # what the head takes of these rows, if it has not run
+    taps: Hidden = ()  # of each token, what the layers give that are tapped
     follow: Callable[[], object] = lambda: None  # runs what follows the sampling
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
@@ -90,7 +91,7 @@ def begin(
     started = Started(
         slots, computed.logits, computed.draft_logits, None if rows is None else computed.hidden, max_accepted
     )
-    started.unscored = computed.unscored
+    started.unscored, started.taps = computed.unscored, computed.taps
     if model.has_draft_programs:
         started.follow = partial(model.follow, computed, slots, rows)
     return started
@@ -411,6 +412,7 @@ class Graphs:
             started.draft_logits = tuple(map(unowned, started.draft_logits))
         started.hidden = started.hidden and tuple(map(unowned, started.hidden))
         started.unscored = tuple(map(unowned, started.unscored))
+        started.taps = tuple(map(unowned, started.taps))
         return started
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

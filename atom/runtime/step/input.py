@@ -121,6 +121,8 @@ class Capacity(msgspec.Struct, frozen=True):
     num_states: int = 1  # that a slot keeps of each of these kinds, that after n tokens as number n % num_states
     block_size: int = 0  # tokens
     prefixes: PrefixRule | None = None  # None: decodes are not grouped
+    num_scales: int = 0  # of steering vectors, that a slot has
+    num_taps: int = 0  # layers whose hidden states a step can report
 
 
 class Counted(msgspec.Struct):
@@ -164,6 +166,17 @@ class Pooled(msgspec.Struct):
     num_tokens: int
 
 
+class Tapped(msgspec.Struct):
+    """Tokens of a row whose hidden states are reported."""
+
+    row: int
+    number: int  # of the tap among those of its sequence
+    index: int  # of the layer among those that the body returns
+    first: int  # index of the first token in the batch
+    num_tokens: int
+    is_sum: bool  # only their sum
+
+
 class Draft(msgspec.Struct):
     """Drafts of a row to verify: each is accepted if the row of the token before it draws it."""
 
@@ -188,6 +201,7 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     is_decode: bool  # each row computes its slot's newest token; the host sends no tokens
     packed: bytearray  # i32, as in BatchShape.split; of decodes only the slots [S] and, with drafts, max_accepted [S]
     admissions: bytearray = bytearray()  # of `pack_admission`, one after the other
+    steering: bytearray = bytearray()  # f32[A, K] of the admissions, if there are steering vectors
     counted: list[Counted] = []  # of admissions with penalties
     histories: list[History] = []  # of admissions, if the runner drafts
     table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
@@ -205,6 +219,7 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     ] = []  # row that samples, how many of the most likely tokens to report besides its own
     scored: list[Scored] = []
     pooled: list[Pooled] = []
+    tapped: list[Tapped] = []
     # i32[2 D + NUM_GROUPS + 1] of decodes that are grouped, as in `SharedPrefixes`: lengths, members, starts
     prefixes: bytearray = bytearray()
     num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more

@@ -39,7 +39,7 @@ from atom.graph import (
     ops,
 )
 from atom.graph.batch import SharedPrefixes
-from atom.graph.graph import ADAPTERS
+from atom.graph.graph import ADAPTERS, STEERING
 from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
@@ -60,6 +60,7 @@ class Computed(NamedTuple):
     draft_logits: tuple[Tensor, ...] = ()  # [D, V] after the first drafts, the second ones, …, of decodes
     states: Hidden = ()  # what its draft_in takes, of each token
     unscored: Hidden = ()  # what its head takes of rows that sample, if logits are computed later
+    taps: Hidden = ()  # of each token, what the layers give that are tapped
 
 
 class Model:
@@ -109,7 +110,10 @@ class Model:
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
         num_slots, width = limits.max_num_seqs, -(-(limits.max_model_len + self.num_drafts) // block_size)
         max_history = limits.max_model_len + self.num_drafts + 2 if drafting else 0
-        self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
+        given = {node.name: node.meta["type"] for node in graph.programs[BODY].inputs}
+        self.num_scales = int(given[STEERING].shape[-1]) if STEERING in given else 0
+        vocab = int(logits.shape[-1])
+        self.state = RequestState(num_slots, vocab, device, self.num_drafts, max_history, self.num_scales)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
         self._num_following = torch.arange(self.num_drafts, -1, -1, dtype=torch.int32, device=device)[:, None]
@@ -122,7 +126,9 @@ class Model:
         self._image_rows = image_rows if VISION in graph.programs else 0
         self.images: ImageEncoder | None = None  # made by `bind`
         self._drafted = self._zero_drafted() if self.carries_hidden else []
-        self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
+        self._has_adapters = ADAPTERS in given
+        num_read = sum(len(graph.programs[name].inputs) for name in (HEAD, *[DRAFT_IN] * self.carries_hidden))
+        self.num_taps = max(len(graph.programs[BODY].results) - num_read, 0)
         self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
         self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 
@@ -326,24 +332,21 @@ class Model:
         self._find_ngrams(decoding)
         inputs = self._inputs(shape.num_tokens, rows.slots, rows.starts, num_decodes, 1 + num_drafts, prefixes)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
-        if self._has_adapters:
-            inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
-        if self.images is not None:
-            inputs = self.images.extend(inputs, rows.slots.index_select(0, rows.row_of), self.state, images)
+        inputs = self._extend(inputs, lambda: rows.slots.index_select(0, rows.row_of), images)
         self._draft(decoding, inputs)
-        hidden, states = self._run_body(inputs)
+        hidden, states, taps = self._run_body(inputs)
         if not shape.num_samples:
-            return Computed(inputs, hidden, None, states=states)
+            return Computed(inputs, hidden, None, states=states, taps=taps)
         token_index = rows.token_index.long()
         if num_drafts:
             drafted = token_index[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
             token_index = torch.cat([token_index, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
         sampled = rows_of(hidden, token_index)
         if self.defers_logits:
-            return Computed(inputs, hidden, None, states=states, unscored=sampled)
+            return Computed(inputs, hidden, None, states=states, unscored=sampled, taps=taps)
         sizes = [shape.num_samples] + [num_decodes] * num_drafts
         first, *others = torch.split(score(self.head, sampled), sizes)
-        return Computed(inputs, hidden, first, tuple(others), states)
+        return Computed(inputs, hidden, first, tuple(others), states, taps=taps)
 
     def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
         """Run the draft over a step's tokens, which writes its KV, and keep what the next drafts begin with.
@@ -408,16 +411,18 @@ class Model:
         sums.index_add_(0, owners, score(self.executables[POOL], rows_of(hidden, token_index)).float())
 
     def _compute(self, inputs: Inputs) -> Computed:
-        hidden, states = self._run_body(inputs)
+        hidden, states, taps = self._run_body(inputs)
         if self.defers_logits:
-            return Computed(inputs, hidden, None, states=states, unscored=hidden)
-        return Computed(inputs, hidden, score(self.head, hidden), states=states)
+            return Computed(inputs, hidden, None, states=states, unscored=hidden, taps=taps)
+        return Computed(inputs, hidden, score(self.head, hidden), states=states, taps=taps)
 
-    def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
-        """Run the body; the results that the head takes, and those that draft_in takes."""
+    def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden, Hidden]:
+        """Run the body; the results that the head takes, those that draft_in takes, and the taps between them."""
         results: Hidden = self.body(inputs._asdict())
+        num_taken = len(self.head.inputs)
         num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
-        return results[: len(self.head.inputs)], results[len(results) - num_states :]
+        taps = results[num_taken : num_taken + self.num_taps]
+        return results[:num_taken], results[len(results) - num_states :], taps
 
     def _find_ngrams(self, slots: Tensor) -> None:
         """Draft for slots i32[S] by prompt lookup, if neither a program nor the host drafts."""
@@ -488,17 +493,18 @@ class Model:
         starts = self._starts[num_drafts][: num_rows + 1]
         inputs = self._inputs(num_rows * query_len, slots, starts, num_rows, query_len, prefixes)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, max_accepted)
-        if self._has_adapters:
-            inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
-        if self.images is not None:
-            every = slots if query_len == 1 else slots.repeat_interleave(query_len)
-            inputs = self.images.extend(inputs, every, self.state)
-        return inputs
+        return self._extend(inputs, lambda: slots if query_len == 1 else slots.repeat_interleave(query_len))
 
-    def _adapters_of(self, slots: Tensor) -> Tensor:
-        """slots i32[T] -> i64[T]"""
-        adapters: Tensor = self.state.adapters.index_select(0, slots)
-        return adapters
+    def _extend(self, inputs: Inputs, find_slots: Callable[[], Tensor], images: SentImages | None = None) -> Inputs:
+        """Add what a body takes of a token besides. find_slots: those of the tokens i32[T]"""
+        if not (self._has_adapters or self.num_scales or self.images is not None):
+            return inputs
+        slots, state = find_slots(), self.state
+        if self._has_adapters:
+            inputs = inputs._replace(adapters=state.adapters.index_select(0, slots))
+        if state.steering is not None:
+            inputs = inputs._replace(steering=state.steering.index_select(0, slots))
+        return inputs if self.images is None else self.images.extend(inputs, slots, state, images)
 
     def _inputs(
         self,

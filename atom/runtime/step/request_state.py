@@ -21,6 +21,8 @@ from torch import Tensor
 from atom.runtime.step.input import ADMISSION, NUM_REPORTED, pack_admission
 from atom.sampling_params import COLUMNS, SamplingParams
 
+NO_SCALES = bytearray()
+
 
 class RequestState:
     """The state of `num_slots` sequences, and of one more slot for the rows that pad a batch.
@@ -33,13 +35,20 @@ class RequestState:
       sequence is at p % NUM_REPORTED, once the step that sampled it has ended
     seed, adapters (-1: none), rope_deltas (to the positions of text after images): i64[num_slots + 1]
     columns: by name of a sampling parameter that kernels read, its values i64 or f64[num_slots + 1]
+    steering: fp32[num_slots + 1, num_scales], the scales of steering vectors; None: there are none
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
     drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 for none; None if nothing drafts
     history: i32[num_slots + 1, max_history], the tokens known, including the newest; None if nothing looks them up
     """
 
     def __init__(
-        self, num_slots: int, vocab: int, device: torch.device | str, num_drafts: int = 0, max_history: int = 0
+        self,
+        num_slots: int,
+        vocab: int,
+        device: torch.device | str,
+        num_drafts: int = 0,
+        max_history: int = 0,
+        num_scales: int = 0,
     ) -> None:
         self.num_slots, self.vocab, self.device = num_slots, vocab, torch.device(device)
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -53,17 +62,24 @@ class RequestState:
             name: column if dtype == "i64" else column.view(torch.float64)
             for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True)
         }
+        self.steering = torch.zeros(num_slots + 1, num_scales, device=device) if num_scales else None
         # large and rarely needed; allocated now, so that the first request with penalties does not run out of memory
         self.counts = zeros((num_slots + 1, vocab), torch.int32, self.device)
         self.drafts = torch.full((num_slots + 1, num_drafts), -1, device=device) if num_drafts else None
         self.history = zeros((num_slots + 1, max_history), torch.int32, self.device) if max_history else None
 
-    def admit(self, packed: bytearray) -> None:
-        """Admit sequences to slots, each packed by `pack_admission`, in one copy that the host does not wait for."""
+    def admit(self, packed: bytearray, steering: bytearray = NO_SCALES) -> None:
+        """Admit sequences to slots, each packed by `pack_admission`, in one copy that the host does not wait for.
+
+        steering: f32[A, num_scales], in a second copy if there are any
+        """
         columns = send(packed, torch.int64, self.device).view(-1, ADMISSION.size // 8).T
         index = columns[0]
         self.lengths.index_copy_(0, index, columns[1].int())
         self._params.index_copy_(1, index, columns[2:])
+        if self.steering is not None:
+            scales = send(steering, torch.float32, self.device).view(len(index), -1)
+            self.steering.index_copy_(0, index, scales)
 
     def set_counts(self, slot: int, prompt: list[int], output: list[int]) -> None:
         """Set the token counts that the penalties of a slot's sequence use."""

@@ -26,7 +26,7 @@ from atom.kernels.logprobs import top_logprobs
 from atom.runtime.images.encoder import SentImages
 from atom.runtime.kv.host_blocks import HostBlocks
 from atom.runtime.step.cuda_graphs import Graphs, Started, begin, draw
-from atom.runtime.step.input import NUM_REPORTED, BatchShape, Capacity, Encode, Scored, Shaping, StepInput
+from atom.runtime.step.input import NUM_REPORTED, BatchShape, Capacity, Encode, Scored, Shaping, StepInput, Tapped
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import Hidden, rows_of, score
 from atom.runtime.types import BlockCopies, Logprobs, Sampled
@@ -66,6 +66,8 @@ class Runner:
             model.limits.num_states,
             model.block_size,
             model.prefix_rule,
+            model.num_scales,
+            model.num_taps,
         )
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -124,7 +126,7 @@ class Runner:
         if self.host is not None:
             self.host.join()
         if step.admissions:
-            model.state.admit(step.admissions)
+            model.state.admit(step.admissions, step.steering)
             for each in step.counted:
                 model.state.set_counts(each.slot, each.prompt, each.output)
             for history in step.histories:
@@ -156,6 +158,7 @@ class Runner:
         model = self.model
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
         pooled = self._pool(started.hidden, step) if step.num_pooled and started.hidden else None
+        tapped = [self._tap(started.taps[index], index, step) for index in sorted({each.index for each in step.tapped})]
         if step.drafts:  # which are not verified yet
             slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
             lengths = model.send(np.array([each.length for each in step.drafts], np.int32))
@@ -164,8 +167,10 @@ class Runner:
             started.follow()
             if step.copies and model.limits.num_drafts:
                 model.copy_states(step.copies)
-            return Pending(step, self._reported, scored, None, self._record(), pooled=pooled)
-        return self._sample(step, started, scored, pooled)
+            return Pending(step, self._reported, scored, None, self._record(), pooled=pooled, tapped=tapped)
+        pending = self._sample(step, started, scored, pooled)
+        pending.tapped = tapped
+        return pending
 
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
@@ -219,6 +224,18 @@ class Runner:
             some = slice(start, start + HEAD_ROWS)
             model.pool(hidden, model.send(token_index[some], torch.int64), model.send(owners[some], torch.int64), sums)
         return self._fetch(sums[:num])
+
+    def _tap(self, states: Tensor, index: int, step: StepInput) -> _TappedStates:
+        """Fetch what a layer gives of tokens that are tapped. states: [T, H] of all tokens of the step"""
+        places = [each for each in step.tapped if each.index == index]
+        sizes = [1 if each.is_sum else each.num_tokens for each in places]
+        tokens = [np.arange(each.first, each.first + each.num_tokens) for each in places]
+        targets = zip(np.cumsum(sizes) - sizes, places, strict=True)
+        owners = [start + np.arange(each.num_tokens) * (not each.is_sum) for start, each in targets]
+        rows = states.index_select(0, self.model.send(np.concatenate(tokens), torch.int64)).float()
+        made = torch.zeros(sum(sizes), rows.shape[1], device=rows.device)
+        made.index_add_(0, self.model.send(np.concatenate(owners), torch.int64), rows)
+        return _TappedStates(places, sizes, self._fetch(made))
 
     def _places(self, first: int, num_targets: int, num_rows: int) -> slice | Tensor:
         """The indices, among a step's tokens, of the rows that the head computes: targets, then padding."""
@@ -318,6 +335,7 @@ class Pending:
     drawn: Tensor | None = None  # i64[draws, R], -1 if none was drawn, of a runner that drafts; None: in `reported`
     pooled: Tensor | None = None  # fp32[P, H]
     drafts: Tensor | None = None  # i64[R, drafts], -1 for none
+    tapped: Iterable[_TappedStates] = ()  # by layer
     finish: Callable[[], Pending] | None = None  # samples, if that was deferred
 
     def finished(self) -> Pending:
@@ -344,6 +362,10 @@ class Pending:
         tokens, accepted = self._read_tokens()
         sums: Any = [] if self.pooled is None else self.pooled.numpy()
         pooled = {each.row: one.tobytes() for each, one in zip(self.step.pooled, sums, strict=True)}
+        tapped: dict[int, dict[int, bytes]] = {}
+        for of_layer in self.tapped:
+            for place, states in of_layer.by_place():
+                tapped.setdefault(place.row, {})[place.number] = states.numpy().tobytes()
         return Sampled(
             tokens,
             self._read_logprobs(tokens),
@@ -351,6 +373,7 @@ class Pending:
             accepted,
             self._count_drafts(len(tokens)),
             pooled,
+            tapped,
         )
 
     def _read_tokens(self) -> tuple[list[int], dict[int, list[int]]]:
@@ -380,6 +403,17 @@ class Pending:
             for row, logprob in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
                 logprobs[row] = logprob
         return logprobs
+
+
+class _TappedStates(NamedTuple):
+    """The hidden states of a layer that a step reports."""
+
+    places: list[Tapped]
+    sizes: list[int]  # rows of each: its tokens, or their sum
+    states: Tensor  # fp32[N, H] of all, in host memory
+
+    def by_place(self) -> Iterable[tuple[Tapped, Tensor]]:
+        return zip(self.places, torch.split(self.states, self.sizes), strict=True)
 
 
 def _read_prompt(prompt: Scored, reports: list[_Report]) -> list[Logprobs]:

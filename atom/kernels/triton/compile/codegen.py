@@ -225,6 +225,11 @@ class _Kernel:
         value, *own = self._value(x, at, tile), *(self._value(each, at[-1:], tile) for each in (factor, offset))
         return self._rounded(node, f"({value} + {own[1]}) * {own[0]}")
 
+    def _steer(self, node: Node, at: At, tile: _Tile) -> str:
+        x, scales, vector = node.args
+        value, share = self._value(x, at, tile), self._value(scales, (*at[:-1], int(node.kwargs["index"])), tile)
+        return self._rounded(node, f"{value} + {share} * {self._value(vector, at[-1:], tile)}")
+
     def _scale(self, node: Node, at: At, tile: _Tile) -> str:
         return self._rounded(node, f"{self._value(node.args[0], at, tile)} * {float(node.kwargs['by'])}")
 
@@ -503,6 +508,7 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.add: _Kernel._add,
     ops.mul: _Kernel._mul,
     ops.affine: _Kernel._affine,
+    ops.steer: _Kernel._steer,
     ops.scale: _Kernel._scale,
     ops.scale_by_expert: _Kernel._scale_by_expert,
     ops.softcap: _Kernel._softcap,

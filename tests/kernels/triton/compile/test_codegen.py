@@ -170,6 +170,13 @@ def piece(x0: {0}[A, 37], x1: {0}[A, 37], x2: {0}[A, 3, 5]):
     match_rms_2 = generated.match_rms(x2, x2, eps=1e-05)
     return match_rms, match_rms_1, match_rms_2
 """,
+    "steering vectors": """\
+def piece(x0: {0}[A, 37], x1: fp32[A, 3], w0: {0}[37], w1: {0}[37]):
+    steer = generated.steer(x0, x1, w0, index=2)
+    steer_1 = generated.steer(steer, x1, w1, index=0)
+    rms_norm = generated.rms_norm(steer_1, w0, eps=1e-05)
+    return rms_norm, steer_1
+""",
     "gates that are sparse": """\
 def piece(x0: {0}[A, 37], x1: {0}[A, 37], x2: fp32[A, 2]):
     gaussian_topk = generated.gaussian_topk(x0, sparsity=0.9)

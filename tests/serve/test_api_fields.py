@@ -17,8 +17,10 @@ import asking
 import pytest
 import serving
 import tokenizers
+import torch
 import wire
 from asking import CHAT, COMPLETIONS, Answer
+from safetensors.torch import save_file
 from serving import Server
 from tokenizers import processors
 
@@ -70,6 +72,8 @@ def odd(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     template.write_text("{{ messages | tojson }}{{ tools | tojson }}{{ reasoning_effort }}")
     settings = ["serve.enable_prefix_caching=true", "serve.max_num_seqs=1", f"serve.http.chat_template={template}"]
     settings.append("serve.pooler_config.pooling_type=LAST")
+    save_file({"model.layers.0": torch.randn(48)}, folder / "calm.safetensors")
+    settings += ["passes.taps=[model.layers.0]", f"passes.steer={{calm: '{folder / 'calm.safetensors'}'}}"]
     server = serving.start(checkpoint, folder, *settings)
     yield server
     server.process.kill()
@@ -108,6 +112,12 @@ def refuses(path: str, body: dict[str, Any], param: str, status: int = 400) -> R
         assert param in answer.error["message"]
 
     return check
+
+
+def shape_of_tap(answer: Answer) -> Any:
+    """The columns of the hidden states that a choice has; None: it has none."""
+    taps = answer.choices[0].get("taps")
+    return None if taps is None else taps["model.layers.0"]["shape"][-1]
 
 
 def is_label(path: str, model: type[schema.Body], field: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
@@ -511,6 +521,15 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
         "cache_retention": both(
             makes(path, base, base | {"cache_retention": {}}, num_written, None, 0),
             refuses(path, base | {"cache_retention": 300}, "cache_retention"),
+        ),
+        "taps": both(
+            makes(path, base, base | {"taps": {"model.layers.0": "all"}}, shape_of_tap, None, 48),
+            refuses(path, base | {"taps": ["model.layers.1"]}, "taps"),
+        ),
+        "steer": both(
+            differs(path, base, base | {"steer": {"calm": 100}}),
+            is_same(path, base, base | {"steer": {"calm": 0}}),
+            refuses(path, base | {"steer": ["wild"]}, "steer"),
         ),
         "explain": makes(
             path, base | {"explain": False}, base | {"explain": True}, lambda it: "prefix_hit" in it.body, False, True
@@ -1234,7 +1253,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
 }
 
 # those that the other server shows
-AT_ODD = {"cache_salt", "priority", "add_special_tokens", "reasoning_effort", "effort"} | {
+AT_ODD = {"taps", "steer", "cache_salt", "priority", "add_special_tokens", "reasoning_effort", "effort"} | {
     f"{model.__name__}.{name}"
     for model in (
         schema.ChatMessage,

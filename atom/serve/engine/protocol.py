@@ -97,6 +97,13 @@ class Admitted(msgspec.Struct, array_like=True, gc=False):
     hit: PrefixHit | None = None  # where that ended, if the request asks for it
 
 
+class Tapped(msgspec.Struct, array_like=True, gc=False):
+    """The hidden states of a tap."""
+
+    shape: tuple[int, ...]  # [H], or [tokens, H]
+    data: bytes  # fp32
+
+
 class Output(msgspec.Struct, array_like=True, gc=False):
     """New output of one sequence."""
 
@@ -109,6 +116,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[Logprobs | None] | None = None  # of the next positions of the prompt
     embedding: bytes | None = None  # fp32[H], at the end
     admitted: Admitted | None = None  # with the first output
+    taps: dict[str, Tapped] | None = None  # by names of layers, at the end
 
 
 class Ready(Message):

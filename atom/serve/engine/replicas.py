@@ -134,7 +134,8 @@ class Replicas:
         pin: the replica's number; None: the router chooses.
         """
         adapter = b"" if options.adapter is None else options.adapter.encode() + b"\0"
-        request = self._router.hash(prompts, adapter + options.salt)
+        steered = repr(options.steer).encode() if options.steer else b""
+        request = self._router.hash(prompts, adapter + steered + options.salt)
         number = pin
         if number is None:
             loads = self._find_loads(sum(one.n for one in params), options.tenant)
@@ -146,7 +147,7 @@ class Replicas:
         stream.engine = number
         sent = self._router.send(number, request)
         if self._router.remembers:
-            stream.watch = PrefixTracker(self._router, sent, stream, params, options.pooling).note
+            stream.watch = PrefixTracker(self._router, sent, stream, params, options.reads_prompt).note
         return stream
 
     def abort(self, stream: RequestStream) -> None:
@@ -350,10 +351,10 @@ class PrefixTracker:
         sent: Sent,
         stream: RequestStream,
         params: list[SamplingParams],
-        pooling: str | None = None,
+        reads_prompt: bool,
     ) -> None:
         self._router, self._sent, self._stream, self._params = router, sent, stream, params
-        self._pooling = pooling
+        self._reads_prompt = reads_prompt
         self._tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by prompt and answer
 
     def note(self, output: Output) -> None:
@@ -362,6 +363,6 @@ class PrefixTracker:
         tokens += output.tokens
         if output.finish is not None and output.finish.reason != "error":
             # the siblings of the first answer take over what it has; what needs the whole prompt looks nothing up
-            needs_prompt = self._params[prompt].prompt_logprobs is not None or self._pooling == "MEAN"
+            needs_prompt = self._params[prompt].prompt_logprobs is not None or self._reads_prompt
             is_asked = output.index == 0 and not needs_prompt
             self._router.finish(self._sent, prompt, tokens, output.finish.num_cached if is_asked else None)

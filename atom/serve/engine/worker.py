@@ -65,6 +65,7 @@ from atom.serve.engine.protocol import (
     ResetPrefixCache,
     Sleep,
     Submit,
+    Tapped,
     ToEngine,
     UnloadAdapter,
     WakeUp,
@@ -316,6 +317,8 @@ class Worker:
         if sequence.pooling is not None:  # the token after the prompt is not shown
             made.text, made.tokens = "", []
             made.embedding = None if sequence.embedding is None else sequence.embedding.tobytes()
+        if output.finished and sequence.tapped:
+            made.taps = {name: Tapped(states.shape, states.tobytes()) for name, states in sequence.taps.items()}
         self._outputs.append(made)
 
     def _send_prompt_logprobs(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:

@@ -27,7 +27,7 @@ from atom.sampling_params import SamplingParams
 from atom.serve.auth.tenants import Tenant
 from atom.serve.context import Context
 from atom.serve.engine.client import QueueFullError
-from atom.serve.engine.protocol import Admitted, Finish, Output
+from atom.serve.engine.protocol import Admitted, Finish, Output, Tapped
 from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
 from atom.serve.http.cache_usage import Written, count_written, retains
@@ -65,6 +65,7 @@ class Choice:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     embedding: bytes = b""  # fp32[H]
+    taps: dict[str, Tapped] = field(default_factory=dict)  # by names of layers
     admitted: Admitted | None = None
     finish: Finish | None = None
     seconds: float = 0.0  # from the request's arrival to its end
@@ -141,6 +142,7 @@ class ActiveResponse:
         lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
         size = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
         size += sum(len(choice.embedding) for choice in self.choices)
+        size += sum(len(states.data) for choice in self.choices for states in choice.taps.values())
         return make() if size <= SHORT else await asyncio.to_thread(make)
 
     @property
@@ -231,6 +233,8 @@ class ActiveResponse:
         fields = {
             "structured_outputs": self.request.constraint_field,
             "thinking_token_budget": self.request.budget_field,
+            "taps": "taps",
+            "steer": "steer",
         }
         given = ((field, name) for name, field in fields.items() if field and message.startswith(name))
         return next((constraint_error(field, message, name) for field, name in given), RequestError(message))
@@ -241,6 +245,7 @@ class ActiveResponse:
         metrics, now = self._metrics, time.perf_counter()
         choice.prompt_logprobs += output.prompt_logprobs or ()
         choice.embedding = output.embedding or choice.embedding
+        choice.taps = output.taps or choice.taps
         choice.admitted = output.admitted or choice.admitted
         if output.tokens:
             metrics.generation_tokens.inc(len(output.tokens))

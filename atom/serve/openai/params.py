@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from atom.config import Config
 from atom.errors import RequestError
+from atom.runtime.requests.taps import read_steer, read_taps
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams, repetition_detection
 from atom.serve.http.errors import FieldError, constraint_error, shown
@@ -29,9 +30,11 @@ def request_options(
     body: Generation | PooledRequest, pooling: str | None = None, *, classify: bool = False
 ) -> RequestOptions:
     """What a body says of its request; pooling: LAST or MEAN, for an embedding."""
-    return RequestOptions(
-        salt=(body.cache_salt or "").encode(), priority=body.priority or 0, pooling=pooling, classify=classify
-    )
+    asked: dict[str, Any] = {}
+    if isinstance(body, Generation):
+        asked = {"taps": read_taps(body.taps), "steer": read_steer(body.steer)}
+    salt, priority = (body.cache_salt or "").encode(), body.priority or 0
+    return RequestOptions(salt=salt, priority=priority, pooling=pooling, classify=classify, **asked)
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -88,6 +89,21 @@ class OpenAIResponder(Responder, Generic[Body]):
 
     def _object(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+
+
+def tapped_states(choice: Choice) -> dict[str, Any]:
+    """The field of a choice with the hidden states that it taps, empty without any: base64 of float32, row by row."""
+    taps = {
+        name: {"dtype": "float32", "shape": list(states.shape), "data": b64encode(states.data).decode()}
+        for name, states in choice.taps.items()
+    }
+    return {"taps": taps} if taps else {}
+
+
+def tapped_json(choice: Choice) -> bytes:
+    """The same ahead of other fields of an event's choice."""
+    fields = tapped_states(choice)
+    return b',"taps":%s' % json.encode(fields["taps"]) if fields else b""
 
 
 def finish_reason(choice: Choice) -> str | None:

@@ -77,7 +77,12 @@ BREAKPOINT = "Anthropic's: the prompt up to here is kept from eviction; forms th
 EXPLAIN = "prefix_hit of the answer says where the prompt's hit in the prefix cache ended, and why"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
+TAPS = "layers of passes.taps, with last, mean or all; of a list last: the choices have their hidden states"
+STEER = "vectors of passes.steer that are added to hidden states, with their scales; of a list 1"
 THINKING = "tokens of reasoning, after which it is ended; -1: any number"
+
+Taps = Annotated[dict[Word, Literal["last", "mean", "all"]], at_most(MAX_FIELDS)] | List[Word]
+Steer = Annotated[dict[Word, Number], at_most(MAX_FIELDS)] | List[Word]
 
 # fields of generation and embedding requests
 ModelName = Annotated[str | None, Field(description="one of the served names; default: the first")]
@@ -275,6 +280,9 @@ class Sampling(Body):
 
 class Generation(Sampling):
     """The fields that completions and chats share."""
+
+    taps: Taps | None = Field(None, description=TAPS)
+    steer: Steer | None = Field(None, description=STEER)
 
     stream_options: StreamOptions | None = None
     n: Positive | None = None

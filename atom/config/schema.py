@@ -1046,6 +1046,9 @@ class JobConfig:
     price_per_hour: float | None = of("plan", number(None, 0, above=True))  # of a GPU, in any currency; null: no cost
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
+    taps: Any = of("generate", None)  # layers of passes.taps, a list or with last, mean or all: write hidden states
+    taps_folder: str = of("generate", "taps")  # a safetensors file there has those of each answer, by names of layers
+    steer: Any = of("generate", None)  # vectors of passes.steer, a list or with their scales
     stage: str | None = of("explain", None)  # print the whole text after this pass
     save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown

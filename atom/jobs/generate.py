@@ -4,6 +4,7 @@ atom-run prompts='["What is the capital of France?"]' job.chat=true
 atom-run prompts='["What is it?"]' images=[photo.jpg]
 atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
 atom-run prompts=@questions.jsonl job.output_file=answers.jsonl job.resume=true      # goes on where it was interrupted
+atom-run prompts=@questions.txt passes.taps=[model.layers.12] job.taps=[model.layers.12]  # writes hidden states
 echo "Why is the sky blue?" | atom-run job.chat=true
 """
 
@@ -21,6 +22,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
+from atom.checkpoint.steering import write_states
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.jobs.prompt_file import Entry, read_prompts, without_answered
@@ -28,6 +30,7 @@ from atom.llm import LLMEngine, answer
 from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.process.messages import say
 from atom.prompts import IMAGES_KEY, Prompt, encode_conversation
+from atom.runtime.requests.taps import read_steer, read_taps
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -54,6 +57,9 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         return chat.run(config)
     if config.job.system_prompt is not None and not config.job.chat:
         raise ConfigError("job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true")
+    if config.job.taps and config.job.resume:
+        raise ConfigError("job.taps numbers its files by the prompts of a run; leave out job.resume")
+    read_taps(config.job.taps), read_steer(config.job.steer)  # what is wrong is said once
     params = SamplingParams(**config.sampling.values())
     entries = read_prompts(config.prompts, is_chat=config.job.chat)
     if config.job.system_prompt is not None and (own := next(filter(_has_instructions, entries), None)):
@@ -84,7 +90,8 @@ def _answer(
     show = None if output is not None else _Screen(numbers, is_single=len(entries) * params.n == 1)
     for number, entry in enumerate(entries):
         try:
-            (request_id,) = engine.add_request([prompt_of(entry, config, engine)], params, show)
+            asked: dict[str, Any] = {"taps": config.job.taps, "steer": config.job.steer}
+            (request_id,) = engine.add_request([prompt_of(entry, config, engine)], params, show, **asked)
             requests[request_id], numbers[request_id] = entry, number
         except RequestError as error:
             say(f"RequestError: {entry.where}: {error}")
@@ -92,9 +99,11 @@ def _answer(
     completed = _completed(engine, params.n)
     for sequences in completed if config.job.output_file else _in_order(list(requests), completed):
         ended += sequences
+        files = [_write_taps(each, numbers[each.request_id], config) for each in sequences]
         if output is not None:
             fields = requests[sequences[0].request_id].fields
-            lines = [json.dumps({**fields, **_plain(answer(sequence))}) for sequence in sequences]
+            answers = [answer(each) | file for each, file in zip(sequences, files, strict=True)]
+            lines = [json.dumps({**fields, **_plain(each)}) for each in answers]
             output.write("".join(f"{line}\n" for line in lines))
             output.flush()
     if ended:
@@ -104,6 +113,19 @@ def _answer(
             _show_times(times)
     is_whole = len(requests) == len(entries) and not any(sequence.error for sequence in ended)
     return 0 if is_whole else RequestError.exit_code
+
+
+def _write_taps(sequence: Sequence, number: int, config: Config) -> dict[str, str]:
+    """Write what an answer taps to a file; the field with its path, in place of the states. number: of the prompt"""
+    if not sequence.tapped:
+        return {}
+    name = f"{number}-{sequence.index}" if sequence.params.n > 1 else str(number)
+    path = Path(config.job.taps_folder) / f"{name}.safetensors"
+    try:
+        write_states(path, sequence.taps)
+    except OSError as error:
+        raise ConfigError(f"job.taps_folder={config.job.taps_folder}: {error.strerror}") from None
+    return {"taps": str(path)}
 
 
 def open_output(file: Path) -> TextIO:

@@ -27,7 +27,7 @@ BATCH_FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's b
 # fields of an answer, which an object in the file may not have too: one of the two would be lost
 ANSWER_FIELDS = frozenset({
     *("text", "token_ids", "finish_reason", "num_tokens_input", "num_tokens_output", "ttft", "tpot", "latency"),
-    *("error", "index", "logprobs", "prompt_logprobs"),
+    *("error", "index", "logprobs", "prompt_logprobs", "taps"),
 })  # fmt: skip
 
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
+from safetensors.torch import save_file
 from sweeping import run_jobs_here
 from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
@@ -65,6 +67,8 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "model=NAME": ["model=llama"],
     "$SLURM_NODEID": ["0"],
     "passes.extra=[clip_gates@shard]": ["passes.extra=[my_passes:clip_gates@shard]"],
+    "passes.taps=[model.layers.14]": ["passes.taps=[model.layers.1]"],
+    "job.taps={model.layers.14: mean}": ["job.taps={model.layers.1: mean}"],
     "serve.http.tool_calls=weather": ["serve.http.tool_calls=weather.yaml"],
     "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
@@ -172,6 +176,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in MODULES:
         (module,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
         (here / f"{name}.py").write_text(module)
+    save_file({"model.layers.1": torch.zeros(64)}, here / "joy.safetensors")
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "questions.jsonl").write_text('{"id": 7, "prompt": "Why?"}\n')
     (here / "batch.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {}}\n')

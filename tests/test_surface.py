@@ -75,7 +75,7 @@ model: name architectures model_types auto hidden layers loops vocab max_positio
 model: assumes embedding_affine embedding_norm embedding_norm_weight embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
-passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
+passes: extra taps steer sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
 passes: fuse_sibling_linears fuse_linear_activate fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gated_delta fuse_gate_quant
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
@@ -140,7 +140,7 @@ serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile serve
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body
 serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint response_store_bytes
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
-job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes diff resume entry prune verify export import_from trust
+job: kind output output_file gpu chat system_prompt taps taps_folder steer stage save_tokenizer pipeline_rank network graph save_recipe objective recipes diff resume entry prune verify export import_from trust
 job: gpus formats trace min_user_rate max_ttft price_per_hour
 job: a b bound bisect save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from atom.assemble.divergence import kl_divergence
 from atom.graph import Graph
 from atom.jobs.compare.follow import Error, relative_errors
 from atom.jobs.compare.lines import Line, between
@@ -122,9 +123,7 @@ def compare_outputs(trace: Trace, reference: Trace) -> Outputs:
     shared = [at for at in reference.logits if at in trace.logits]
     ours, theirs = (torch.cat([each.logits[at] for at in shared]) for each in (trace, reference))
     errors = relative_errors(ours, theirs)
-    log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
-    p = log_p.exp()
-    kl = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0)
+    kl = kl_divergence(ours, theirs.log_softmax(-1))
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Outputs(len(ours), *(float(each) for each in (errors.max(), errors.mean(), agreement, kl.mean(), kl.max())))
 

@@ -7,10 +7,9 @@ hidden = interpret_ranks([graph], "body", [inputs] * 2, [first.__getitem__, seco
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,18 +101,8 @@ def _run(
     values: dict[int, dict[Node, Any]] = {rank: {} for rank in ranks}
     last_reader = {read: node for node in program.fx.nodes for read in node.all_input_nodes}
 
-    def value(arg: Any, rank: int) -> Any:
-        if isinstance(arg, Node):
-            return values[rank][arg]
-        if isinstance(arg, State):
-            kept = blocks_of[rank](arg)
-            if arg.rule.in_slot:
-                return zeros_of(arg.type) if kept is None else kept
-            return None if kept is None else PagedCache(kept, arg.kind)
-        return weights[rank](arg) if isinstance(arg, Recipe) else arg
-
     for node in program.fx.nodes:
-        args = {rank: map_aggregate(node.args, functools.partial(value, rank=rank)) for rank in ranks}
+        args = {rank: _evaluate(node.args, values[rank], weights[rank], blocks_of[rank]) for rank in ranks}
         if node.op == "output":
             return [results[0] if len(results) == 1 else results for (results,) in args.values()]
         for rank, own in args.items():
@@ -142,3 +131,37 @@ def _run(
                 for rank in ranks:
                     del values[rank][read]
     raise AssertionError(f"{program.name} has no output")
+
+
+def run_calls(calls: Iterable[Node], values: dict[Node, Any], weights: Weights, device: str = "cpu") -> None:
+    """Run calls of a program on one rank and with empty caches, from the values of the calls before them.
+
+    Their results are added to the values, which are dropped after their last reader in the program.
+    """
+
+    def empty(state: State) -> torch.Tensor | None:
+        return zeros_of(state.type).to(device) if state.rule.in_slot else None
+
+    for node in calls:
+        args = _evaluate(node.args, values, weights, empty)
+        is_item = node.target is operator.getitem
+        values[node] = args[0][args[1]] if is_item else node.target(*args, **node.kwargs)
+        for read in node.all_input_nodes:
+            if not any(node < user for user in read.users):
+                del values[read]
+
+
+def _evaluate(args: Any, values: Mapping[Node, Any], weights: Weights, blocks: Caches) -> Any:
+    """The arguments of a call, with values and tensors for nodes, states and recipes."""
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return values[arg]
+        if isinstance(arg, State):
+            kept = blocks(arg)
+            if arg.rule.in_slot:
+                return zeros_of(arg.type) if kept is None else kept
+            return None if kept is None else PagedCache(kept, arg.kind)
+        return weights(arg) if isinstance(arg, Recipe) else arg
+
+    return map_aggregate(args, value)

@@ -114,6 +114,20 @@ def test_experts_have_a_format_of_their_own_and_stay_plain_by_the_names_of_their
     assert_same_logits(logits(plain, *overrides, "level=1"), logits(rounded, "level=0"))
 
 
+def test_single_modules_have_formats_of_their_own(tmp_path: Path):
+    plain, rounded = (tiny.save("qwen3", tmp_path / each) for each in ("plain", "rounded"))
+    fp8, int8 = by_torch(torch.float8_e4m3fn, 448), by_torch(torch.int8, 127)
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.0.self_attn.o_proj"):
+            tensors[name] = int8(tensor)  # by its name, which goes ahead of patterns
+        elif name.endswith(LINEARS) and not name.startswith("model.layers.1."):
+            tensors[name] = fp8(tensor)
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+    formats = '{"model.layers.0": "fp8", "model.layers.0.self_attn.o_proj": "int8", "re:.*[.]1[.]": "plain"}'
+    assert_same_logits(logits(plain, "quant=fp8", f"quant.formats={formats}", "level=1"), logits(rounded, "level=0"))
+
+
 @pytest.mark.parametrize("fmt", ["int4[1, 32]", "int4[1, 16]", "mxfp4"])
 def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tensors(fmt: str):
     weight, group = torch.randn(24, 96, generator=torch.Generator().manual_seed(1)), 16 if "16" in fmt else 32
@@ -129,18 +143,37 @@ def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tens
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, fp8, "),
+        ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, budget, fp8, "),
         ("quant.head=fp88", r"quant.head=fp88: there is no such choice \(did you mean fp8\?\);"),
         ("quant.plain=['re:(']", r"quant.plain: re:\( is not a regular expression"),
         ("quant.plain=[lm_heads]", r"quant.plain: the model has no module lm_heads; mend it, or leave it out"),
         ("quant.experts=int4", r"quant.experts=int4: the model has no experts; leave it out"),
         ("quant.kv=fp4", r"quant.kv=fp4: there is no such choice"),
+        ('quant.formats={"lm_heads": "int4"}', r"quant.formats: the model has no module lm_heads; mend it"),
+        ('quant.formats={"lm_head": "fp9"}', r"quant.formats.lm_head=fp9: there is no such choice; choices: plain, "),
+        ("quant.max_kl=0.1", r"quant.max_kl=0.1 is the budget of quant=budget; write that, or leave it out"),
+        ("quant.fmt=budget", r"quant.fmt=budget has no budget; write quant=budget, or set quant.max_kl"),
+        ("quant.max_kl=0", r"quant.max_kl"),
     ],
 )
 def test_what_cannot_be_is_one_line(override: str, reason: str, tmp_path: Path):
     folder = tiny.save("qwen3", tmp_path / "plain")
     with pytest.raises(ConfigError, match=reason):
         load([f"checkpoint={folder}", override])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("quant.choices=[]", r"quant.choices=\[\] leaves nothing to choose"),
+        ("quant.choices=[int3]", r"quant.choices=int3: there is no such choice"),
+        ('quant.formats={"lm_head": "int4"}', r"quant.formats=.*: quant=budget chooses the formats; leave one of them"),
+    ],
+)
+def test_what_a_budget_cannot_be_is_one_line(override: str, reason: str, tmp_path: Path):
+    folder = tiny.save("qwen3", tmp_path / "plain")
+    with pytest.raises(ConfigError, match=reason):
+        load([f"checkpoint={folder}", "quant=budget", override])
 
 
 def test_columns_that_no_group_divides_are_refused_by_the_module_s_name(tmp_path: Path):

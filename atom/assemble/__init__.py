@@ -8,6 +8,7 @@ from atom.assemble.calibration import formats_made
 from atom.assemble.checks import check_values, left_out, mtp_patterns
 from atom.assemble.compiling import compile_with, digest_of, left_plain, refuse_act
 from atom.assemble.engine import open_engine
+from atom.assemble.format_budget import settle_formats
 from atom.assemble.kv_blocks import fit_limits, kinds_of_all, plan_stages, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, set_kv_scales
 from atom.assemble.loading import load_weights, open_checked
@@ -36,5 +37,6 @@ __all__ = [
     "plan_stages",
     "refuse_act",
     "set_kv_scales",
+    "settle_formats",
     "state_kinds",
 ]

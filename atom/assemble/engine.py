@@ -16,6 +16,7 @@ from atom.assemble.adapters import open_adapters, open_loras
 from atom.assemble.checks import check_same_tokens, check_weights
 from atom.assemble.classifier import read_classifier
 from atom.assemble.compiling import compile_with, digest_of
+from atom.assemble.format_budget import settle_formats
 from atom.assemble.images import open_images
 from atom.assemble.kv_blocks import kinds_of_all, state_kinds
 from atom.assemble.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
@@ -81,7 +82,8 @@ def open_engine(
     clock: the clock that has timed the phases before this one
     opens_grammars: a thread makes the compiler of grammars meanwhile; else the first request that needs it does
     """
-    clock, serve, mesh = clock or PhaseClock(), config.serve, mesh_of(config)
+    config, clock = settle_formats(config, progress), clock or PhaseClock()
+    serve, mesh = config.serve, mesh_of(config)
     for path in (serve.lora_modules or {}).values():
         read_adapter(Path(path))  # a wrong folder is refused before anything is compiled
     with ExitStack() as started:

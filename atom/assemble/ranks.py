@@ -17,6 +17,7 @@ from atom.assemble.kv_blocks import state_kinds
 from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.config import Config
 from atom.config.parallel import devices_of
+from atom.config.resolve_quant import BUDGET
 from atom.errors import CheckpointError, ConfigError, EngineDeadError
 from atom.graph import Graph, Mesh, Recipe, W
 from atom.kernels import Communicator, Rendezvous, connect_rank
@@ -127,6 +128,8 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
     own = msgspec.msgpack.decode(channel.hello, type=Config)
     ours = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config)  # as it comes back from there
     ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint)
+    if own.quant.fmt == BUDGET:  # which the driver has measured for all ranks
+        own = replace(own, quant=ours.quant)
     of_host = {name: getattr(own.parallel, name) for name in ("address", "key_file", "host", "visible_devices")}
     advanced = replace(ours.advanced, torchrun=own.advanced.torchrun)
     ours = replace(ours, parallel=replace(ours.parallel, **of_host), advanced=advanced)

@@ -20,6 +20,7 @@ from typing import Any
 from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
 from atom.config import Config, QuantConfig
+from atom.config.resolve_quant import BUDGET
 from atom.config.spelling import override
 from atom.config.taps import layer_taps
 from atom.errors import ConfigError
@@ -42,7 +43,9 @@ def level_of(config: Config) -> int:
 
 
 def semantic_graph(config: Config) -> Graph:
-    """The semantic graph of a configuration's model."""
+    """The semantic graph of a configuration's model. ConfigError if its formats are to be measured first."""
+    if config.quant.fmt == BUDGET:
+        raise ConfigError("quant=budget is measured when an engine starts; here, load a file that such a start wrote")
     method, cache_dtype = config.serve.method, config.serve.kv_cache_dtype
     return build(
         config.model,

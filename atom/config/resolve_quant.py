@@ -16,6 +16,7 @@ from atom.config.stored_names import expert_names, find_modules, modules_of
 from atom.dtypes import FORMATS, GGUF_FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 
+BUDGET = "budget"  # quant.fmt: formats by module that are measured, see atom.assemble.format_budget
 MODELOPT_FP4 = "modelopt_fp4"  # vLLM's name for modelopt's NVFP4
 
 
@@ -67,12 +68,16 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         check_pattern(pattern, "quant.plain", ConfigError)
         if not any(matches(module, pattern) for module in modules):
             raise ConfigError(f"quant.plain: the model has no module {pattern}; mend it, or leave it out")
+    own = derive_own_formats(quant, modules)
+    choices = derive_budget(quant)
     if quant.experts is not None and not any(mlp.kind == "moe" for mlp in model.mlps):
         raise ConfigError(f"quant.experts={quant.experts}: the model has no experts; leave it out")
     chosen = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
-    words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}
+    words = {"quant.fmt": ("auto", "none", BUDGET), "quant.experts": ("plain",), "quant.head": ("plain",)}
     fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in chosen.items())
-    packed = [key for key, each in chosen.items() if each and each not in words[key]]
+    packed = [key for key, each in chosen.items() if each and each not in ("auto", "none", "plain")]
+    chosen |= {f"quant.formats.{pattern}": each for pattern, each in own.items() if each != "plain"}
+    packed += [key for key in chosen if key.startswith("quant.formats.")][:1]
     formats = {each for each in (model.fmt, *model.formats.values()) if each}
     stored = {each.partition("[")[0] for each in formats}
     is_named = len(stored) == 1 and fmt == ONLINE.get(*stored)  # quant=fp8 names fp8 of any block
@@ -81,11 +86,41 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     if packed and stored - {*GGUF_FORMATS.values()}:  # GGUF's blocks are unpacked, and packed anew
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={chosen[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
-    kinds = {each.partition("[")[0] for each in (fmt, experts, head) if each}
+    kinds = {each.partition("[")[0] for each in (fmt, experts, head, *own.values(), *choices) if each}
     if quant.calibration not in ("auto", "none") and not kinds & {*ONLINE}:
         why = "no weight is packed while it loads, as quant=int4 does"
         raise ConfigError(f"quant.calibration={quant.calibration}: {why}; leave it out")
-    return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
+    return replace(
+        quant, fmt=fmt, experts=experts, head=head or "plain", formats=own, choices=choices or quant.choices, kv="auto"
+    )
+
+
+def derive_own_formats(quant: QuantConfig, modules: Collection[str]) -> dict[str, str]:
+    """The formats of single modules, with their blocks. ConfigError for an unknown one, or a pattern of no module."""
+    for pattern in quant.formats:
+        check_pattern(pattern, "quant.formats", ConfigError)
+        if pattern not in modules and not any(matches(module, pattern) for module in modules):
+            raise ConfigError(f"quant.formats: the model has no module {pattern}; mend it, or leave it out")
+    return {
+        pattern: online_format(f"quant.formats.{pattern}", fmt, ("plain",)) for pattern, fmt in quant.formats.items()
+    }
+
+
+def derive_budget(quant: QuantConfig) -> list[str]:
+    """The formats that quant=budget chooses among, with their blocks; none without it. ConfigError for a field that
+    misses or does nothing."""
+    if quant.fmt != BUDGET:
+        if quant.max_kl is not None:
+            raise ConfigError(f"quant.max_kl={quant.max_kl} is the budget of quant=budget; write that, or leave it out")
+        return []
+    if quant.max_kl is None:
+        raise ConfigError("quant.fmt=budget has no budget; write quant=budget, or set quant.max_kl")
+    for name in ("experts", "formats"):
+        if value := getattr(quant, name):
+            raise ConfigError(f"quant.{name}={value}: quant=budget chooses the formats; leave one of them out")
+    if not quant.choices:
+        raise ConfigError("quant.choices=[] leaves nothing to choose; name formats, as in quant.choices=[int4,int8]")
+    return [online_format("quant.choices", each, ()) for each in dict.fromkeys(quant.choices)]
 
 
 def derive_method(config: Config) -> QuantConfig:

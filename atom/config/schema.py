@@ -827,10 +827,13 @@ class ModelConfig:
 class QuantConfig:
     """What the linears' weights are packed to. A format is one of `dtypes.ONLINE`, with a block if wanted."""
 
-    fmt: str | None = "auto"  # of linears; auto: as the checkpoint has it; none: plain; else packed while they load
+    fmt: str | None = "auto"  # of linears; auto: as stored; none: plain; budget: by max_kl; else packed while they load
     experts: str | None = None  # of experts; null: as fmt
     head: str = "plain"  # of the head: plain, or a format
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
+    formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> plain, or their own format
+    max_kl: float | None = number(None, 0, above=True)  # of budget: nats that outputs may diverge from plain weights'
+    choices: list[str] = field(default_factory=lambda: ["int4", "int8"])  # of budget: the formats, besides plain
     calibration: str = "auto"  # auto | prompt | none | FILE; auto: 4 bits, on a built-in text; none: to the nearest
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # dtype of the KV cache; auto: serve.kv_cache_dtype

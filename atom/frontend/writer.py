@@ -261,11 +261,12 @@ class Writer:
     def packed(self, weight: Recipe, role: str, layer: int | None, fmt: str | None = None) -> Recipe:
         """A role's weight as `quant` wants it: packed while it loads, unpacked, or as the checkpoint stores it.
 
-        fmt: in place of quant.fmt; plain: none
+        fmt: in place of quant.fmt; plain: none. The module's own, of quant.formats, goes first
         """
-        fmt, module = fmt or self.quant.fmt, module_of(self.name(role, layer))
+        module = module_of(self.name(role, layer))
         own = self.prefix + module  # distinguishes a draft's from the model's
         is_plain = any(matches(each, pattern) for each in {module, own} for pattern in self.quant.plain)
+        fmt = self._own_format(module, own) or fmt or self.quant.fmt
         is_packed = weight.type.fmt is not None
         is_kept = fmt is None or fmt in ("auto", "none", "plain") or is_plain
         if is_packed and (self.quant.fmt != "auto" or not is_kept):  # a GGUF file's is packed anew
@@ -276,6 +277,12 @@ class Writer:
             return Quantize(weight, shrink_group(fmt, weight.type))
         except FormatError as error:
             raise ConfigError(f"quant: {own}: {error}; or name it in quant.plain") from None
+
+    def _own_format(self, module: str, own: str) -> str | None:
+        """The format that quant.formats has for a module by its name or a pattern; None: it has none."""
+        formats = self.quant.formats
+        patterns = (fmt for pattern, fmt in formats.items() if matches(module, pattern) or matches(own, pattern))
+        return formats.get(own) or formats.get(module) or next(patterns, None)
 
     def weight(self, role: str, shape: tuple[int, ...], layer: int | None = None, part: str = "weight") -> W:
         """A plain tensor of a module."""

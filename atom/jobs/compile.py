@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from atom.assemble import compile_with, open_runner
+from atom.assemble import compile_with, open_runner, settle_formats
 from atom.cache import Cache
 from atom.checkpoint import RichProgress
 from atom.compiler import Report, compile_model
@@ -24,6 +24,7 @@ def run(config: Config) -> int:
     """Compile and print the report."""
     if level_of(config) < 2:
         raise ConfigError(f"level={config.level} has nothing to compile; pieces begin at level=2")
+    config = settle_formats(config, RichProgress())
     stages = range(mesh_of(config).pipeline)
     if config.device == "cpu":
         reports = [compile_for_cpu(config, stage) for stage in stages]

@@ -105,6 +105,7 @@ def layout_of(parallel: ParallelConfig) -> str:
 def quant_of(quant: QuantConfig, kv_cache_dtype: str) -> str:
     """How weights are packed, and the cache."""
     weights = {"auto": "as stored", "none": "none", None: "none"}.get(quant.fmt, quant.fmt)
+    weights = "by module" if quant.formats else weights
     return f"{weights}, {kv_cache_dtype} KV" if kv_cache_dtype != "auto" else str(weights)
 
 

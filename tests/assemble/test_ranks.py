@@ -77,6 +77,14 @@ def test_a_rank_keeps_the_folders_and_the_environment_of_its_own_host():
     assert (config.cache, config.parallel.host, config.advanced.torchrun.rank) == ("/there", "10.0.0.2", "1")
 
 
+def test_ranks_of_a_budget_take_the_formats_that_the_driver_has_measured():
+    own: Any = Channel(*SAME, "quant=budget")
+    driver = load([*SAME, "quant=budget"])
+    formats = {"model.layers.0.mlp.down_proj": "int4[1, 128]"}
+    settled = replace(driver, quant=replace(driver.quant, fmt="none", formats=formats, max_kl=None))
+    assert config_of(own, 1, settled).quant == settled.quant
+
+
 @pytest.mark.parametrize(
     ("other", "name"),
     [("seed=1", "seed"), ("serve.block_size=32", "serve"), ("advanced.max_values=2000", "advanced")],

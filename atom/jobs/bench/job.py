@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 import atom
-from atom.assemble import compile_with, open_engine
+from atom.assemble import compile_with, open_engine, settle_formats
 from atom.checkpoint import RichProgress
 from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.config import Config
@@ -114,6 +114,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
 def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits, Engine]:
     """The workload, the model, its costs, the machine's limits, and an engine that is warmed up."""
     draw, progress = open_workload(config), RichProgress()
+    config = settle_formats(config, progress)
     compiled = compile_with(config, progress)
     # stages take a step one after the other: it costs as much as that of one
     whole = replace(config, parallel=replace(config.parallel, pipeline=1))

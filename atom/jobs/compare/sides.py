@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atom.assemble import compile_with, open_engine
+from atom.assemble import compile_with, open_engine, settle_formats
 from atom.checkpoint import RichProgress
 from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.compiler.artifact import semantic_graph
@@ -162,6 +162,7 @@ def load_side(name: str, config: Config, own: str) -> Side:
             raise ConfigError(f"{wrong[0]} applies to the comparison, not to a side: write it outside of job.{name}")
         shared = [each for each in config.overrides if is_shared(each)]
         loaded, shown = load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is"
+        loaded = settle_formats(loaded, RichProgress())
         if loaded.level is None:  # compiled pieces show only their results
             return Side(name, replace(loaded, level=1), f"{shown}, level 1")
         return Side(name, loaded, shown)

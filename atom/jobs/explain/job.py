@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atom.assemble import digest_of, formats_made, left_plain, mtp_patterns, state_kinds
+from atom.assemble import digest_of, formats_made, left_plain, mtp_patterns, settle_formats, state_kinds
 from atom.cache import Cache, key_of
 from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
@@ -68,6 +68,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     if config.job.save_tokenizer is not None:
         save_tokenizer(config, Path(config.job.save_tokenizer))
         return 0
+    config = settle_formats(config, RichProgress(), measures=False)
     name = gpu_of(config)
     if name != config.job.gpu:
         say(f"there is no GPU here, so this is about {name}; job.gpu=NAME takes another")

@@ -122,7 +122,8 @@ def list_formats(config: Config) -> list[str]:
     """The formats of packed weights, that of the most modules first; empty if all weights are plain."""
     model, fmt = config.model, config.quant.fmt
     named = (model.fmt, *model.formats.values()) if fmt == "auto" else (fmt,)
-    counts = Counter(each.partition("[")[0] for each in named if each is not None and each != "none")
+    named = (*named, *config.quant.formats.values())
+    counts = Counter(each.partition("[")[0] for each in named if each not in (None, "none", "plain"))
     return [name for name, _ in counts.most_common()]
 
 

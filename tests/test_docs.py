@@ -171,6 +171,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (here / "my_conf" / "model").mkdir(parents=True)
     (yaml,) = re.findall(r"```yaml\n# aria.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
     (here / "my_conf" / "model" / "aria.yaml").write_text(yaml)
+    (here / "my_conf" / "quant").mkdir()
+    (here / "my_conf" / "quant" / "mine.yaml").write_text('fmt: none\nformats: {"re:.*down_proj$": int8}\n')
     (own_format,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tool-calls.md").read_text(), re.DOTALL)
     (here / "weather.yaml").write_text(own_format)
     for name in MODULES:
@@ -230,6 +232,8 @@ def made_small(config: Config, folder: Path) -> Config:
     """The same with random weights, a small pool and short answers; the embedded model is a tiny one of its kind."""
     if config.checkpoint is None:
         config = load([*config.overrides, f"checkpoint={folder}/llama"])
+    if config.quant.fmt == "budget":  # random weights have nothing to measure
+        config = replace(config, quant=replace(config.quant, fmt="int8[1, *]", max_kl=None))
     serve, sampling = replace(config.serve, kv_cache_memory=1 << 23), replace(config.sampling, max_tokens=4)
     return replace(config, load_dummy=True, level=config.level or 0, serve=serve, sampling=sampling)
 

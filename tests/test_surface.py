@@ -77,7 +77,7 @@ model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra taps steer sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
 passes: fuse_sibling_linears fuse_linear_activate fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gated_delta fuse_gate_quant
-quant: fmt experts head plain calibration act kv method
+quant: fmt experts head plain formats max_kl choices calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight unweighted weighs_input bias offset final final_offset before gated gate_rank after after_eps after_only
@@ -384,7 +384,7 @@ def test_the_groups_jobs_and_commands():
                 "dp8_ep",
             ]
         ),
-        "quant": {"auto", "none", "fp8", "fp8_block", "int8", "int4", "mxfp4"},
+        "quant": {"auto", "none", "fp8", "fp8_block", "int8", "int4", "mxfp4", "budget"},
         "serve": {"default"},
     }
     assert set(JOBS) == groups["job"]

@@ -117,17 +117,21 @@ def run_reference(
     return trace
 
 
-def open_model(config: Config, checkpoint: Checkpoint) -> Any:
-    """The checkpoint as a model of transformers, in float32. ConfigError if that fails."""
+def open_model(config: Config, checkpoint: Checkpoint, key: str = "job.b") -> Any:
+    """The checkpoint as a model of transformers, in float32. ConfigError if that fails.
+
+    key: the field that asks for it
+    """
+    asked = f"{key}=transformers"
     if config.load_dummy:
-        raise ConfigError("job.b=transformers compares a checkpoint's weights: leave out load_dummy=true")
+        raise ConfigError(f"{asked} compares a checkpoint's weights: leave out load_dummy=true")
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        raise ConfigError(f"job.b=transformers needs transformers: {error}") from None
+        raise ConfigError(f"{asked} needs transformers: {error}") from None
     disable_progress_bar()
-    first, cannot = Path(min(map(str, checkpoint.files()))), "job.b=transformers: no prompt can be compared"
+    first, cannot = Path(min(map(str, checkpoint.files()))), f"{asked}: no prompt can be compared"
     options: dict[str, Any] = {"gguf_file": first.name} if first.suffix == ".gguf" else {}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(

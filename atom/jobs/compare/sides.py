@@ -153,6 +153,17 @@ def values_of(graph: Graph) -> frozenset[Value]:
 
 def load_side(name: str, config: Config, own: str) -> Side:
     """The side of these overrides, which are added to those of the comparison. ConfigError names the side."""
+    loaded, shown = load_added(name, config, own), own or "as it is"
+    if loaded.level is None:  # compiled pieces show only their results
+        return Side(name, replace(loaded, level=1), f"{shown}, level 1")
+    return Side(name, loaded, shown)
+
+
+def load_added(name: str, config: Config, own: str) -> Config:
+    """A job's configuration with further overrides, those of the job itself left out. ConfigError names the field.
+
+    name: the field of `job` that has them
+    """
     with naming(f"job.{name}"):
         try:
             texts = shlex.split(own)
@@ -161,11 +172,7 @@ def load_side(name: str, config: Config, own: str) -> Side:
         if wrong := [each for each in texts if not is_shared(each)]:
             raise ConfigError(f"{wrong[0]} applies to the comparison, not to a side: write it outside of job.{name}")
         shared = [each for each in config.overrides if is_shared(each)]
-        loaded, shown = load([*shared, *texts], config_dirs=config.config_dirs), own or "as it is"
-        loaded = settle_formats(loaded, RichProgress())
-        if loaded.level is None:  # compiled pieces show only their results
-            return Side(name, replace(loaded, level=1), f"{shown}, level 1")
-        return Side(name, loaded, shown)
+        return settle_formats(load([*shared, *texts], config_dirs=config.config_dirs), RichProgress())
 
 
 def is_shared(override: str) -> bool:

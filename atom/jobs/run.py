@@ -13,12 +13,12 @@ from atom.devices import open_early
 from atom.errors import ConfigError
 from atom.jobs import module_of
 from atom.jobs.save_recipe import save_recipe
-from atom.jobs.start import choose_job, has_objectives, load_job
+from atom.jobs.start import choose_job, has_objectives, is_objective, load_job
 from atom.process.gc_utils import no_collection
 from atom.process.messages import say
 from atom.runtime.ranks.remote import serve_rank
 
-IN_PROCESS = ("generate", "chat", "bench", "profile", "compare")  # jobs that run an engine in this process
+IN_PROCESS = ("generate", "chat", "bench", "profile", "compare", "eval")  # jobs that run an engine in this process
 
 
 def run(
@@ -51,7 +51,8 @@ def run(
     if code == 0 and name is not None and numbers.get(name) is None:
         raise ConfigError(f"job.objective={name} has no value in this run; choose another")
     if numbers:
-        numbers = {name: numbers[name] for name in job.OBJECTIVES if numbers.get(name) is not None}
+        known = [name for each in job.OBJECTIVES for name in numbers if is_objective(name, [each])]
+        numbers = {name: numbers[name] for name in known if numbers[name] is not None}
         report(numbers)
         if saves:
             save_recipe(config, texts, numbers)

@@ -10,8 +10,9 @@ conf/job may: its fields imply a job only if no typed field does, and are never 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from atom.config import Config
 from atom.config.load import load, load_settings
@@ -26,7 +27,7 @@ WITH_PAGE = ("explain", "bench", "profile", "compare", "plan")  # for job.output
 # modules with `run(config)`
 JOBS = (
     "serve", "batch", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe", "compare",
-    "port", "plan",
+    "port", "eval", "plan",
 )  # fmt: skip
 
 
@@ -92,6 +93,11 @@ def has_objectives(job: str) -> bool:
 
 def check_objective(name: str, job: str) -> None:
     """Raise ConfigError if a job has no number of this name."""
-    if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
+    if has_objectives(job) and not is_objective(name, names := module_of(job).OBJECTIVES):
         which = f"job={job} reports no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
+
+
+def is_objective(name: str, objectives: Iterable[str]) -> bool:
+    """Whether a number is one of a job's OBJECTIVES, of which tasks.* stands for all that begin so."""
+    return any(fnmatchcase(name, each) for each in objectives)

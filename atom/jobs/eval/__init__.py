@@ -1,0 +1,1 @@
+"""`job=eval`: measure how well a configuration predicts, besides its speed and bytes."""

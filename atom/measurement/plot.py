@@ -4,13 +4,14 @@
     draw_png(series, Path("compare.png"))
     write_html(series, rows, "after against before", ["The hardware differs."], Path("compare.html"))
 
-Interactivity is tokens per second for one user; throughput is that of all users. matplotlib draws, of the extra bench.
+Interactivity is tokens per second for one user; throughput is that of all users. `draw_measured` plots other numbers,
+with their standard errors. matplotlib draws, of the extra bench.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,19 @@ class Series(NamedTuple):
     points: tuple[Point, ...]
 
 
+class Measured(NamedTuple):
+    x: float
+    y: float
+    error: float | None  # standard, of y; None: it is not known
+    name: str
+
+
+class Plot(NamedTuple):
+    across: str  # what x is, with its unit
+    up: str
+    points: tuple[Measured, ...]
+
+
 def draw_png(series: Sequence[Series], path: Path, *, unit: str) -> None:
     """unit: of the throughput."""
     draw(series, unit).savefig(path, dpi=120)
@@ -66,6 +80,16 @@ def write_html(
 
 def draw_svg(series: Sequence[Series], unit: str) -> str:
     """Draw an <svg> element to embed in a page, in the page's colors."""
+    return to_svg(lambda: draw(series, unit))
+
+
+def draw_measured(plots: Sequence[Plot]) -> str:
+    """Draw plots side by side as an <svg> element, their points with names and standard errors."""
+    return to_svg(lambda: draw_points(plots))
+
+
+def to_svg(make: Callable[[], Figure]) -> str:
+    """The <svg> element of a figure that `make` draws, in the page's colors."""
     import_matplotlib()
     import matplotlib
     from matplotlib.rcsetup import cycler
@@ -77,7 +101,7 @@ def draw_svg(series: Sequence[Series], unit: str) -> str:
     lines = cycler(linestyle=["-", "--", ":", "-."]) * colors
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "atom", "axes.prop_cycle": lines, "legend.framealpha": 1}
     with matplotlib.rc_context(style | names):
-        draw(series, unit).savefig(file, format="svg", metadata=nothing, transparent=True)
+        make().savefig(file, format="svg", metadata=nothing, transparent=True)
     text = file.getvalue()
     for name, color in PLACEHOLDERS.items():
         text = text.replace(color, f"var(--{name})")
@@ -112,4 +136,21 @@ def draw(series: Sequence[Series], unit: str) -> Figure:
         axes.grid(alpha=0.3)
         if any(line.panel == panel for line in series):
             axes.legend()
+    return figure
+
+
+def draw_points(plots: Sequence[Plot]) -> Figure:
+    """A figure of plots, side by side. x begins at 0."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * len(plots), 5), layout="constrained")
+    for axes, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
+        across, up, errors, names = zip(*plot.points, strict=True)
+        axes.errorbar(across, up, yerr=[error or 0.0 for error in errors], fmt="o", capsize=3)
+        for x, y, name in zip(across, up, names, strict=True):
+            axes.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8)
+        axes.set(xlabel=plot.across, ylabel=plot.up)
+        axes.set_xlim(left=0, right=1.25 * max(across))  # room for the names
+        axes.margins(y=0.12)
+        axes.grid(alpha=0.3)
     return figure

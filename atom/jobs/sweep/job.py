@@ -170,7 +170,8 @@ def ingredients(config: Config, cwd: Path) -> dict[str, str]:
             del values[block][name]
     prompts = config.prompts[1:] if isinstance(config.prompts, str) and config.prompts.startswith("@") else None
     files = []
-    for path in filter(None, (config.checkpoint, prompts, config.job.dataset_path, config.job.graph)):
+    read = [*(config.job.texts or ()), *(config.job.tasks or ())]  # of names there is no file
+    for path in filter(None, (config.checkpoint, prompts, config.job.dataset_path, config.job.graph, *read)):
         at = cwd / Path(path).expanduser()
         for file in sorted(at.iterdir()) if at.is_dir() else [at]:
             if file.is_file():

@@ -13,29 +13,36 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
+from atom.jobs.start import is_objective
 from atom.jobs.sweep.job import Result
-from atom.jobs.tables import make_table
+from atom.jobs.tables import make_table, with_error
+from atom.measurement import page
 from atom.measurement.cores import warn_of
-from atom.measurement.plot import Point, Series, write_html
+from atom.measurement.plot import Measured, Plot, Point, Series, draw_measured, write_html
 from atom.process.messages import say
 
 LOWER_IS_BETTER = re.compile(
-    r".*(_ms|seconds|_bytes)|duration|failed|num_preemptions|share_waited_for_cores|phases\.\w+\.steps"
+    r".*(_ms|seconds|_bytes|_error|perplexity|perplexity_ratio|bits_per_byte)|(max_)?kl|duration|failed|num_preemptions"
+    r"|share_waited_for_cores|phases\.\w+\.steps"
 )
 COLUMNS = (  # of the table, if the jobs have them
+    *("perplexity", "perplexity_ratio", "kl", "agreement", "tasks.*"),
     *("output_throughput", "median_tpot_ms", "mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "phases.all.share_of_limit"),
     *("tokens_per_second", "first_token_seconds", "load_seconds"),
     *("decode_limit", "decode_limit_per_gpu", "prefill_limit", "prefill_limit_per_gpu"),
     *("fits", "kv_tokens", "kv_sequences", "weights_bytes", "active_weights_bytes"),
 )
 FITS = "fits"  # 1 or 0
+ERROR = "_error"  # numbers that are the standard errors of others
 PER_GPU = "_per_gpu"  # numbers that equal others on one GPU
+QUALITY = ("kl", "perplexity", "tasks.*")  # the first that jobs have is plotted
+LABELS = {"kl": "KL divergence of the reference, nats"}
 LOAD = "job.num_prompts"  # the points of a line differ in it
 LENGTHS = ("job.input_len", "job.output_len")  # plots differ in them
 
@@ -81,9 +88,10 @@ def table_numbers(results: Sequence[Result]) -> list[str]:
     objectives = [result.objective_name for result in results if result.objective_name]
     has_ranks = any(result.num_ranks > 1 for result in results)
     columns = [name for name in COLUMNS if has_ranks or not name.endswith(PER_GPU)]
-    return [
-        name for name in dict.fromkeys([*objectives, *columns]) if any(name in result.numbers for result in results)
-    ]
+    found = dict.fromkeys(name for result in results for name in result.numbers)
+    shown = [name for name in found if not name.endswith(ERROR)]
+    listed = [name for each in columns for name in shown if is_objective(name, [each])]
+    return list(dict.fromkeys([*(name for name in objectives if name in found), *listed]))
 
 
 def overrides_of(result: Result) -> dict[str, str]:
@@ -104,16 +112,19 @@ def make_rows(results: Sequence[Result]) -> list[list[str]]:
     rows = [["job", *keys, *names]]
     for result in results:
         overrides = overrides_of(result)
-        numbers = [format_number(name, result.numbers.get(name)) for name in names]
+        numbers = [format_number(name, result.numbers) for name in names]
         numbers[0] = "failed" if result.code else numbers[0]
         rows.append([str(result.number), *(overrides.get(key, "") for key in keys), *numbers])
     return rows
 
 
-def format_number(name: str, value: float | None) -> str:
-    """Format with 4 significant digits; no decimals from 1,000 up."""
+def format_number(name: str, numbers: Mapping[str, float]) -> str:
+    """Format with its standard error, or else 4 significant digits; no decimals from 1,000 up."""
+    value, error = numbers.get(name), numbers.get(f"{name}{ERROR}")
     if value is None:
         return "-"
+    if error is not None:
+        return with_error(value, error)
     if name == FITS:
         return "yes" if value else "no"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -135,11 +146,16 @@ def write_csv(results: Sequence[Result], path: Path) -> None:
 def write_page(results: Sequence[Result], rows: Sequence[Sequence[str]], path: Path) -> None:
     """Write a page that needs nothing else: plots, and the table."""
     same = [text for text in results[0].overrides if text.partition("=")[0] not in differing(results)]
+    title = f"Sweep of {' '.join(same)}"
+    if plots := make_plots(results):
+        drawn = f'<div class="plot">{draw_measured(plots)}</div>'
+        path.write_text(page.write_page(title, [page.notes(describe(results)), drawn, page.table(rows)]), "utf-8")
+        return
     is_gpu = any(result.device == "cuda" for result in results)
     write_html(
         make_series(results),
         rows,
-        f"Sweep of {' '.join(same)}",
+        title,
         describe(results),
         path,
         unit="output tokens/s of a GPU" if is_gpu else "output tokens/s",
@@ -181,3 +197,31 @@ def make_series(results: Sequence[Result]) -> list[Series]:
         label = " ".join(f"{key}={value}" for key, value in own.items()) or "all jobs"
         lines.setdefault((panel, label), []).append((result.numbers.get("completed", 0.0), point))
     return [Series(*at, tuple(point for _, point in sorted(points))) for at, points in lines.items()]
+
+
+def make_plots(results: Sequence[Result]) -> list[Plot]:
+    """Make the plots of what `job=eval` has measured: quality against bytes, and against speed."""
+    done = [result for result in results if result.job == "eval" and not result.code]
+    names = [name for name in table_numbers(done) if is_objective(name, QUALITY)]
+    quality = next((name for name in QUALITY if name in names), next(iter(names), None))
+    points = [result for result in done if quality in result.numbers]
+    if quality is None or not points:
+        return []
+    keys = differing(results)
+
+    def plot(name: str, across: str, unit: float) -> Plot:
+        return Plot(
+            across,
+            LABELS.get(quality, quality),
+            tuple(
+                Measured(
+                    result.numbers[name] / unit,
+                    result.numbers[quality],
+                    result.numbers.get(f"{quality}{ERROR}"),
+                    " ".join(f"{key}={value}" for key, value in overrides_of(result).items() if key in keys),
+                )
+                for result in points
+            ),
+        )
+
+    return [plot("weights_bytes", "weights, GB", 1e9), plot("output_throughput", "output tokens/s", 1.0)]

@@ -1,7 +1,8 @@
-"""`job=eval`: perplexity against transformers' own loss, and divergences against plain torch."""
+"""`job=eval`: perplexity against transformers' own loss, divergences against plain torch, and sweeps."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import pytest
 import tiny
 import torch
 import worded
+from sweeping import run_jobs_here
 
 from atom.cli import main
 from atom.errors import CapacityError
@@ -138,6 +140,38 @@ def test_logits_leave_no_file_and_need_their_place(tmp_path: Path, monkeypatch: 
         map_logits(tmp_path, 1000, 10**6)
 
 
+@pytest.mark.slow
+def test_a_sweep_has_quality_speed_and_bytes_and_goes_on(
+    checkpoints: Any,
+    texts: dict[str, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
+    folder = worded.copy(checkpoints("llama"), tmp_path / "llama")
+    argv = ["-m", "job=eval", f"checkpoint={folder}", f"job.texts=[{next(iter(texts))}]", "job.context_len=24"]
+    argv += [*(field for field in worded.FAST if field != "level=0"), "level=1", "job.reference=quant=none"]
+    assert main([*argv, "quant=none,fp8"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = next(at for at, line in enumerate(lines) if line[:2] == ["job", "quant"])
+    numbers = ["perplexity", "perplexity_ratio", "kl", "agreement", "output_throughput", "weights_bytes"]
+    assert lines[at][2:] == numbers and "±" in lines[at + 1]
+    (made,) = tmp_path.glob("multirun/*/*")
+    rows = list(csv.DictReader((made / "results.csv").open()))
+    assert [line[1] for line in lines[at + 1 : at + 3]] == [row["quant"] for row in rows]
+    assert float(rows[0]["perplexity"]) < float(rows[1]["perplexity"]), "the lowest comes first"
+    by_format = {row["quant"]: {name: float(row[name]) for name in numbers} for row in rows}
+    assert by_format["none"]["kl"] == 0 and by_format["fp8"]["kl"] > 1e-5
+    assert by_format["fp8"]["weights_bytes"] < by_format["none"]["weights_bytes"]
+    page = (made / "results.html").read_text()
+    assert page.count("<svg") == 1 and ">weights, GB<" in page and ">output tokens/s<" in page and ">quant=fp8<" in page
+
+    assert main([*argv, "quant=none,fp8", "job.resume=true"]) == 0
+    assert capsys.readouterr().err.count("done before") == 2
+
+
 def test_numbers_are_reported_and_shown(
     checkpoints: Any, texts: dict[str, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -178,7 +212,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     message: str,
 ):
     folder = worded.copy(checkpoints("llama"), tmp_path / "llama")
-    fields = [f"checkpoint={folder}", f"job.texts={next(iter(texts))}", "job.context_len=24", *worded.FAST]
+    fields = [f"checkpoint={folder}", f"job.texts=[{next(iter(texts))}]", "job.context_len=24", *worded.FAST]
     assert main(["job=eval", *fields, *overrides]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "Error" in line)
     assert message in line

@@ -146,6 +146,9 @@ def test_equal_jobs_are_those_whose_numbers_follow_from_the_same(tmp_path: Path)
     assert of(f"job.dataset_path={path}") == before
     path.write_text("[ ]")
     assert of(f"job.dataset_path={path}") != before, "another content of the file"
+    before = of(f"job.texts=[sonnets,{path}]")
+    path.write_text("[  ]")
+    assert of(f"job.texts=[sonnets,{path}]") != before, "the same of a text that is scored"
 
 
 def test_a_result_of_another_version_is_none_of_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

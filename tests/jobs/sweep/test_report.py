@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atom.jobs.sweep.job import Result
-from atom.jobs.sweep.report import describe, make_rows, make_series, report_results, sort_results
+from atom.jobs.sweep.report import describe, make_plots, make_rows, make_series, report_results, sort_results
 
 
 def result(number: int, overrides: str, throughput: float, tpot: float | None, **changes: Any) -> Result:
@@ -116,6 +116,35 @@ def test_the_files_have_every_job_and_the_page_needs_nothing_from_outside(tmp_pa
     )
     assert "var(--text)" in page[page.index("<svg") :] and "stroke: var(--c0)" in page
     assert not re.findall(r"<(?:script|link|img|iframe)|url\((?!#)|@import|(?:src|href)=\"(?!#)", page)
+
+
+EVALUATED = [
+    result(at, f"quant={fmt}", 0.0, None, job="eval", numbers={"perplexity": value, "perplexity_error": 0.4, "tasks.capitals.acc": 0.5,
+           "tasks.capitals.acc_error": 0.25, "output_throughput": 9.0 + at, "weights_bytes": 2e9 / 2**at})
+    for at, (fmt, value) in enumerate({"none": 18.087, "fp8": 18.339, "int4": 17.5}.items())
+]  # fmt: skip
+
+
+def test_quality_is_sorted_and_shown_with_its_errors():
+    assert make_rows(sort_results(EVALUATED))[:2] == [
+        ["job", "quant", "perplexity", "tasks.capitals.acc", "output_throughput", "weights_bytes"],
+        ["2", "int4", "17.50 ± 0.40", "0.50 ± 0.25", "11", "500,000,000"],
+    ]
+    by_task = [Result(**{**vars(each), "objective_name": "tasks.capitals.acc"}) for each in EVALUATED]
+    assert make_rows(by_task)[0][2:4] == ["tasks.capitals.acc", "perplexity"]
+
+
+def test_quality_is_plotted_against_bytes_and_speed(tmp_path: Path):
+    in_bytes, by_speed = make_plots([*EVALUATED, *JOBS])
+    assert (in_bytes.across, in_bytes.up, by_speed.across) == ("weights, GB", "perplexity", "output tokens/s")
+    assert in_bytes.points[1] == (1.0, 18.339, 0.4, "quant=fp8") and by_speed.points[2].x == 11.0
+    compared = [Result(**{**vars(each), "numbers": {**each.numbers, "kl": 0.1}}) for each in EVALUATED]
+    assert {plot.up for plot in make_plots(compared)} == {"KL divergence of the reference, nats"} and make_plots(
+        JOBS
+    ) == []
+    report_results(EVALUATED, tmp_path)
+    drawn = (tmp_path / "results.html").read_text()
+    assert drawn.count("<svg") == 1 and ">weights, GB<" in drawn and drawn.count(">quant=int4<") == 2
 
 
 def test_where_stdout_has_objects_the_table_is_on_stderr(tmp_path: Path, capsys: Any):

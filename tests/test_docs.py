@@ -44,7 +44,7 @@ from atom.config.schema_keys import keys
 from atom.config.spelling import ALIASES
 from atom.entrypoints.args import EngineArgs
 from atom.graph.ops import OPS
-from atom.jobs import generate
+from atom.jobs import FOLDERS, generate
 from atom.jobs.bench import job as bench
 from atom.jobs.bench.workload import open_workload
 from atom.jobs.plan import job as plan
@@ -191,7 +191,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
-    for name in ("serve", "batch", "chat", "compile", "bench.job", "profile.job", "compare.job", "port.job"):
+    for name in ("serve", "batch", "chat", "compile", *(f"{each}.job" for each in FOLDERS if each != "explain")):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)

@@ -142,7 +142,7 @@ serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_trace
 advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt taps taps_folder steer stage save_tokenizer pipeline_rank network graph save_recipe objective recipes diff resume entry prune verify export import_from trust
 job: gpus formats trace min_user_rate max_ttft price_per_hour
-job: a b bound bisect save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
+job: a b bound bisect texts num_tokens context_len stride reference tasks num_fewshot limit save_draft check max_inflight num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection cache_retention explain reasoning tool_calls
@@ -269,6 +269,7 @@ LOCAL_IMPORTS = {
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
     "atom.config.tool_formats": "yaml: an engine reads formats of calls once an answer has a budget of reasoning",
     "atom.config.recipes": "yaml: most launches name no recipe, and one that finds its artifact writes none",
+    "atom.jobs.eval.harness": "the extra eval",
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
@@ -342,6 +343,7 @@ def test_the_groups_jobs_and_commands():
             "chat",
             "compare",
             "compile",
+            "eval",
             "explain",
             "generate",
             "plan",
@@ -390,7 +392,7 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    extras = "amd bench cuda dev images otel ray signatures structured sweeps vllm"
+    extras = "amd bench cuda dev eval images otel ray signatures structured sweeps vllm"
     assert set(project["project"]["optional-dependencies"]) == set(extras.split())
     assert project["project"]["entry-points"] == {
         "vllm.general_plugins": {"atom": "atom.plugin.vllm:register_model"},

@@ -233,7 +233,7 @@ class FormatBudget:
         """A file of conf/quant that sets the formats, with what was measured of them."""
         prompts = f"{sum(map(len, self._prompts))} tokens of {len(self._prompts)} prompts"
         uniform = [
-            f"# in {fmt} alone: {self._num_bytes(fmt) / 1e6:,.1f} MB"
+            f"# all in {fmt}: {self._num_bytes(fmt) / 1e6:,.1f} MB"
             + (f", KL {choice.kls[fmt]:.4f}" if fmt in choice.kls else "")
             for fmt in self._ladder
         ]

@@ -304,7 +304,7 @@ def walk_and_multiply(name: str, fields: dict[str, Any], arch: str, folder: Path
 def formats() -> list[str]:
     """What `quant=` packs weights to."""
     found = [yaml.safe_load(path.read_text())["fmt"] for path in sorted((ROOT / "conf" / "quant").glob("*.yaml"))]
-    return [each for each in found if each not in ("auto", "none")]
+    return [each for each in found if each not in ("auto", "none", "budget")]
 
 
 def models(arch: str, is_thorough: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -489,7 +489,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',
         "level=null                          null | 0 | 1 | 2 | 3; 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; ",
         "job.stage=null                      explain: print the whole text after this pass\n",
-        "job.num_prompts=8                   bench, profile, eval: requests, all at once\n",
+        "job.num_prompts=8                   bench, profile, eval, plan: requests, all at once\n",
         "for job=serve:\n  serve.http.host=",
     ):
         assert line in out

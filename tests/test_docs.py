@@ -212,7 +212,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             OPS.pop(each, None)
 
 
-def start(config: Config, report: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:
+def start(
+    config: Config, report: Callable[[dict[str, float]], None] = lambda numbers: None, *, measures: bool = False
+) -> int:
     """The cheap part of a job, and a line where it prints any."""
     report(dict.fromkeys(bench.OBJECTIVES, 1.0))
     if config.job.graph is not None:

@@ -32,7 +32,7 @@ BENCH_FLAGS = "atom/benchmarks/arguments.py"  # flags of vLLM's benchmark, for a
 @pytest.mark.parametrize(
     ("name", "files"),
     [
-        ("min_p", {*KERNELS, "atom/kernels/torch/step/speculation.py", API, BENCH_FLAGS}),
+        ("min_p", {*KERNELS, "atom/kernels/torch/step/speculation.py", API, BENCH_FLAGS, "atom/jobs/eval/harness.py"}),
         ("frequency_penalty", {*KERNELS, API, BENCH_FLAGS}),
     ],
 )

@@ -1247,7 +1247,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
         (
             "job=explian",
-            r"job=explian: there is no such choice \(did you mean explain\?\); choices: batch, bench, cache, chat, compare, compile, explain, generate",
+            r"job=explian: there is no such choice \(did you mean explain\?\); choices: batch, bench, cache, chat, compare, compile, eval, explain, generate",
         ),
         (
             "parallel=tp2ep",

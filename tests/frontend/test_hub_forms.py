@@ -1025,7 +1025,7 @@ REFUSED = {
         "deepseek_v4", {"index_head_dim": 4}, ("qk_rope_head_dim",), [], r"some.attention.index.dim=4 is less than the 8 dims that turn",
     ),
     "runs of latent attention": (
-        "deepseek_v32", {}, (), ["model.attention.index.every=4"], r"model.attention.index.every=4 is not supported for kind mla",
+        "deepseek_v32", {}, (), ["model.attention.index.every=4"], r"model.attention.index.every=4: keys of runs are of layers without positions; set model.attention.rope.kind=none",
     ),
     "runs of several index keys": (
         "qwen4_exp", {"indexer_kv_heads": 2}, (), [], r"indexer_kv_heads=2 in its config.json is not supported",

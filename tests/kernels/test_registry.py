@@ -60,7 +60,7 @@ def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
     types: list[Any] = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (5 if op is ops.experts else 8)
-    if op in (ops.gated_delta_net, ops.OPS["batched_causal_conv"]):
+    if op in (ops.gated_delta_net, ops.OPS["batched_causal_conv"], ops.OPS["batched_ngrams"]):
         types[1:6] = [LatestState("0", Type("fp32", (8, 64, 64)))] * 5
     more: dict[str, Any] = {
         ops.lora: {"sizes": [64]},
@@ -130,7 +130,7 @@ def test_every_kernel_of_a_gpu_is_called_as_its_op(kernel: Kernel):
 def test_generated_kernels_are_of_rows_of_a_fixed_size_and_of_no_linear():
     accepts = {kernel.op: kernel.accepts for kernel in generated.KERNELS}
     of_ranks = {ops.local_tokens, ops.mask_rows, ops.sum_squares, ops.scale_by_rms, ops.sum_moments}
-    by_hand = {ops.stream_logits, ops.sinkhorn, ops.attend_residuals}  # Triton has kernels of these
+    by_hand = {ops.stream_logits, ops.stream_gate, ops.sinkhorn, ops.attend_residuals, ops.run_tokens}
     assert set(accepts) == COMPILED - {ops.linear, ops.join} - of_ranks - by_hand  # join: only of drafts
     gpu, row = GPUS[0], Type("bf16", ("T", 64))
     assert accepts[ops.add](gpu, row, row) is None

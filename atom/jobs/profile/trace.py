@@ -35,7 +35,7 @@ KINDS = {
         ),
         "recurrent": (
             "causal_conv|gated_delta|_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",
-            r"\.(ssm_decay|time_step)$",
+            r"^_ngrams$|\.(ssm_decay|time_step)$",
         ),
         "routing": (
             "router|sparse_mixer|ends_of_experts",
@@ -45,7 +45,7 @@ KINDS = {
         "elementwise": (
             "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_unpack_",
             r"\.(embedding|add|mul|affine|steer|scale|softcap|clamp|activate|gated_activate|xielu|rotary|rope)$",
-            r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|sinkhorn|mix_streams)$",  # of streams
+            r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|stream_gate|sinkhorn|mix_streams)$",  # of streams
         ),
         "step": (  # inputs, sampling and drafts
             "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize)$",

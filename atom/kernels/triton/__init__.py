@@ -519,9 +519,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.expand_lora, _load_lora, accepts_lora),
     _kernel(ops.grouped_lora, _load_lora),
     _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED),
-    # a view, copies of the rows of images, a reduction and a GEMM of small tensors
+    # a view, copies of the rows of images, reductions of a few tensors and a GEMM of small ones
     *map(_by_torch, (ops.axis_tables, ops.clip, ops.fold_rows, ops.join, ops.take_rows, ops.mean_rows)),
-    _by_torch(ops.resample_table),
+    *map(_by_torch, (ops.resample_table, ops.stream_gate)),
 )
 
 BACKEND = Backend(

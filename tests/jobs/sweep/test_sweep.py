@@ -267,7 +267,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["job=explain,serve"], "job=serve runs until it is stopped"),
         (["job=glob(s*)"], "job=serve runs until it is stopped"),
         (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, compare, and this is job=explain"),
-        (["job=compile", "job.objective=tokens"], "job.objective is a field of job=generate, explain, bench, and this is job=com"),
+        (["job=compile", "job.objective=tokens"], "job.objective is a field of job=generate, explain, bench, eval, and this is job=com"),
         (["prompts=hi", "hydra.sweep.dir=/dev/null/x"], "hydra.sweep.dir=/dev/null/x cannot be written: Not a directory"),
         (["prompts=hi", "serve=null"], "serve=null: it takes the name of a file; leave it out for its default"),
         (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate reports no such number (did you mean tokens?)"),

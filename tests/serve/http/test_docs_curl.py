@@ -11,7 +11,9 @@ from pathlib import Path
 import adapters
 import pytest
 import serving
+import torch
 import transformers
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"^    (curl (?:.*\\\n)*.*)", re.MULTILINE)
@@ -30,12 +32,13 @@ def places(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     model, folder = transformers.AutoModelForCausalLM.from_pretrained(talker), tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("sql", "sql2")):
         adapters.save(model, folder / name, seed=seed)
+    save_file({"model.layers.1": torch.ones(model.config.hidden_size)}, folder / "joy.safetensors")
     started = serving.start(
         talker, folder, f"serve.lora_modules={{sql: '{folder}/sql'}}", "serve.max_loras=2",
         "serve.allow_runtime_lora_updating=true", "serve.pooler_config.pooling_type=LAST",
-        "serve.enable_sleep_mode=true",
+        "serve.enable_sleep_mode=true", "passes.taps=[model.layers.1]", f"passes.steer={{joy: '{folder}/joy.safetensors'}}",
     )  # fmt: skip
-    yield {"localhost:8000": started.url, "/adapters/": f"{folder}/"}
+    yield {"localhost:8000": started.url, "/adapters/": f"{folder}/", "model.layers.14": "model.layers.1"}
     started.process.kill()
     started.process.wait()
 

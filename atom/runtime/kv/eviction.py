@@ -56,8 +56,8 @@ class EvictionOrder:
         (self._skipped if is_skipped else self._used)[block] = None
 
     def add_first(self, block: int) -> None:
-        """Add a block that is the next of its queue to be evicted."""
-        queue = self._skipped or self._used
+        """Add a block that is evicted next."""
+        queue = self._skipped if len(self._skipped) > self._min_skipped else self._used
         queue[block] = None
         queue.move_to_end(block, last=False)
 

@@ -42,6 +42,10 @@ def test_a_block_moves_to_the_queue_of_its_last_use() -> None:
     assert list(order) == [2, 1, 3]
     order.add_first(7)
     assert list(order) == [7, 2, 1, 3]
+    for block in (7, 2):
+        order.remove(block)
+    order.add_first(8)
+    assert list(order) == [8, 1, 3] and not order.is_skipped(8)
     with pytest.raises(KeyError):
         order.remove(9)
 

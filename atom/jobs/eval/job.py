@@ -43,7 +43,6 @@ from atom.jobs.eval.estimate import Estimate, estimate_mean, exponential, scaled
 from atom.jobs.eval.score import Compared, compare_logits, complete, keep_logits, keep_reference, map_logits, score
 from atom.jobs.eval.texts import (
     BUILT_IN,
-    Text,
     Window,
     choose_windows,
     cut_windows,
@@ -152,16 +151,12 @@ def read_corpus(config: Config, progress: Progress) -> Corpus:
         raise ConfigError("job.texts: the checkpoint has no tokenizer")
     length, stride = window_len(config), config.job.stride
     texts = {name: encode_text(name, read_text(name, config.cache_folder, progress), tokenizer) for name in names}
-    windows = choose_windows([cut(text, length, stride) for text in texts.values()], config.job.num_tokens)
+    windows = choose_windows([cut_windows(text, length, stride) for text in texts.values()], config.job.num_tokens)
     ends = {name: max((each.end for each in windows if each.text == name), default=0) for name in texts}
     if empty := [name for name, text in texts.items() if len(text.tokens) < 2]:
         raise ConfigError(f"job.texts: {empty[0]} has fewer than 2 tokens")
     ends = {name: end for name, end in ends.items() if end}
     return Corpus(windows, {name: num_bytes_of(texts[name], end, tokenizer) for name, end in ends.items()}, ends)
-
-
-def cut(text: Text, length: int, stride: int | None) -> list[Window]:
-    return cut_windows(text, length, length - len(text.prefix) if stride is None else stride)
 
 
 def window_len(config: Config) -> int:

@@ -102,14 +102,18 @@ def encode_text(name: str, content: str, tokenizer: Tokenizer) -> Text:
     return Text(name, whole[:num_before], tokens, len(content.encode()))
 
 
-def cut_windows(text: Text, context_len: int, stride: int) -> list[Window]:
+def cut_windows(text: Text, context_len: int, stride: int | None = None) -> list[Window]:
     """The windows of a text; the first token of one without any context is not scored.
 
     context_len: tokens of a window, those of the prefix included
-    stride: tokens from the beginning of one to that of the next
-    ConfigError if that leaves tokens out.
+    stride: tokens from the beginning of one to that of the next; None: they do not overlap
+    ConfigError if that leaves tokens out, or windows have no room for one.
     """
     room = context_len - len(text.prefix)
+    if room < 1:
+        prefix = f"{len(text.prefix)} special tokens begin each window"
+        raise ConfigError(f"job.context_len={context_len}: {prefix}; raise it")
+    stride = room if stride is None else stride
     if stride > room:
         raise ConfigError(f"job.stride={stride} is more than the {room} tokens of a text that a window has")
     windows, last = list[Window](), 0

@@ -16,7 +16,7 @@ BEGUN = Text("t", [99], [*range(5)], 5)
 
 
 def test_windows_without_overlap_leave_their_first_token_unscored():
-    assert cut_windows(TEXT, 4, 4) == [
+    assert cut_windows(TEXT, 4) == [
         Window("t", [0, 1, 2, 3], 3, 4),
         Window("t", [4, 5, 6, 7], 3, 8),
         Window("t", [8, 9], 1, 10),
@@ -36,6 +36,8 @@ def test_windows_of_texts_with_bos_score_every_token():
     assert cut_windows(BEGUN, 4, 3) == [Window("t", [99, 0, 1, 2], 3, 3), Window("t", [99, 3, 4], 2, 5)]
     with pytest.raises(ConfigError, match=r"^job.stride=4 is more than the 3 tokens of a text that a window has$"):
         cut_windows(BEGUN, 4, 4)
+    with pytest.raises(ConfigError, match=r"^job.context_len=2: 2 special tokens begin each window; raise it$"):
+        cut_windows(Text("t", [98, 99], [*range(5)], 5), 2)
 
 
 def test_texts_take_turns_until_as_many_tokens_are_scored():

@@ -76,7 +76,7 @@ def settle_formats(config: Config, progress: Progress, *, measures: bool = True)
         if formats is None and not measures:
             raise unmeasured
         if formats is None:
-            with cache.lock(WEIGHTS, budget.key):
+            with cache.lock(WEIGHTS, budget.key, lambda: say("quant=budget: waiting for another start that measures")):
                 formats = budget.find() or budget.measure()
     for line in cache.warnings:
         say(line)

@@ -262,6 +262,8 @@ def test_what_vllm_may_ask_for_and_atom_does_not_have_is_refused(make: Make, che
             model(input_ids=torch.zeros(1).int(), positions=torch.zeros(1).long(), **given)
     with pytest.raises(UnsupportedError):
         model.embed_input_ids(torch.zeros(1).int())
+    with pytest.raises(UnsupportedError, match=r"^passes.taps and passes.steer: vLLM's"):
+        make(checkpoints("qwen3"), "passes.taps=[model.layers.0]")
 
 
 def test_an_error_says_how_vllms_own_model_runs(make: Make, checkpoints: Any):

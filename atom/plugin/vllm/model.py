@@ -47,6 +47,10 @@ class AtomForCausalLM(nn.Module):
         super().__init__()
         with naming_the_way_out(), defaults_of_torch():
             self._config = load(overrides_of(vllm_config))
+            if self._config.passes.taps or self._config.passes.steer:
+                raise UnsupportedError(
+                    "passes.taps and passes.steer: vLLM's requests have no such fields; leave them out"
+                )
             self._graph, self._code = compile_for(self._config)[:2]
         self.attention = AttentionLayers(self._graph, vllm_config, prefix)
         mesh, rank = mesh_of(self._config), get_tensor_model_parallel_rank()

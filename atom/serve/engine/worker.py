@@ -320,6 +320,8 @@ class Worker:
         if output.finished and sequence.tapped:
             made.taps = {name: Tapped(states.shape, states.tobytes()) for name, states in sequence.taps.items()}
         self._outputs.append(made)
+        if made.taps:  # so that no message has those of several answers
+            self._send_outputs()
 
     def _send_prompt_logprobs(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:
         """Send the log probabilities of a prompt in portions, so that the HTTP process serves others in between."""

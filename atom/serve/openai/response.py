@@ -18,7 +18,7 @@ from atom.serve.context import Context
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import DONE, event
 from atom.serve.ids import new_id
-from atom.serve.openai.params import budget_field, find_constraint, request_options
+from atom.serve.openai.params import budget_field, check_tapped, find_constraint, request_options
 from atom.serve.openai.schema import Generation
 from atom.serve.prompt_parts import NOWHERE, Located
 
@@ -73,6 +73,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
         field = default_field if found is None else found.field
         options = replace(request_options(body), retained=located.retained, images=images)
+        check_tapped(options.taps, prompts, params, self.context.config.model.hidden)
         return EngineRequest(
             prompts, params, body.user, options, body.n or 1, field, budget_field(body), parts=located.parts
         )

@@ -17,6 +17,10 @@ from test_runner_drafts import drafting
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
+from atom.assemble.engine import describe_weights
+from atom.checkpoint import SILENT
+from atom.config.checkpoint import open_with_draft
+from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.runtime.step.cuda_graphs import Graphs
 
@@ -182,6 +186,18 @@ def test_ranks_give_what_the_reference_gives(
         ):
             assert_taps(answer, taps, model, prompt)
     assert len(thread_ranks) == 1
+
+
+def test_another_vector_leaves_packed_weights_and_drops_kept_kv(
+    checkpoints: Callable[[str], Path], vectors: Callable[..., Any]
+):
+    """Keys of packed weights have the files of the checkpoint, those of KV the vectors' too."""
+    files = [vectors(name, FIRST)[0] for name in ("calm", "wild!")]
+    configs = [load([f"checkpoint={checkpoints('llama')}", f"passes.steer={{it: '{file}'}}"]) for file in files]
+    opened = [open_with_draft(config, SILENT) for config in configs]
+    assert opened[0].files() == opened[1].files() == [checkpoints("llama") / "model.safetensors"]
+    first, second = map(describe_weights, configs, opened)
+    assert first[:-1] == second[:-1] and first[-1].startswith("calm.safetensors ") and first != second
 
 
 def test_what_is_not_registered_is_refused_in_one_line(open_engine: Open, vectors: Callable[..., Any], tmp_path: Path):

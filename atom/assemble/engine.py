@@ -38,7 +38,7 @@ from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, o
 from atom.assemble.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
-from atom.checkpoint import CheckedProgress, Progress, stop_ids
+from atom.checkpoint import CheckedProgress, Checkpoint, Progress, stop_ids
 from atom.checkpoint.lora import read_adapter
 from atom.compiler import Compiled, mesh_of, whole_graph
 from atom.config import Config
@@ -209,10 +209,18 @@ def load_model(
         scales, cache = KVScales(graph, tensors), Cache(config.cache_folder)
         store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, cache)
         plan = plan_kv_scales(store, vocabulary, is_random=config.load_dummy)
-        stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
+        stored = describe_weights(config, checkpoint)
     return LoadedModel(
         config, compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories
     )
+
+
+def describe_weights(config: Config, checkpoint: Checkpoint) -> list[str]:
+    """What KV in files depends on: the files of the weights and of steering vectors."""
+    if config.load_dummy:
+        return [f"seed {config.seed}"]
+    vectors = (Path(path).expanduser() for path in (config.passes.steer or {}).values())
+    return [*map(describe_file, checkpoint.files()), *map(describe_file, vectors)]
 
 
 def open_runners(

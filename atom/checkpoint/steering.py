@@ -47,6 +47,10 @@ class SteeringFiles(Checkpoint):
         _, data, path, start = self._stored[name]
         return FileRange(path, start, len(data))
 
+    def files(self) -> tuple[()]:
+        """None: weights are packed and calibrated without vectors, so other vectors leave what is kept of that."""
+        return ()
+
     def tokenizer(self, *, trust_remote_code: bool = False) -> None:
         return None
 

@@ -207,7 +207,9 @@ def test_what_is_not_registered_is_refused_in_one_line(open_engine: Open, vector
         ({"taps": [SECOND]}, "taps: 'model.layers.1' is not registered (registered: model.layers.0)"),
         ({"taps": {FIRST: "first"}}, "taps: model.layers.0: 'first' is not one of last, mean, all"),
         ({"steer": ["wild"]}, "steer: 'wild' is not registered (registered: calm)"),
-        ({"steer": {"calm": float("inf")}}, "steer: calm: the scale inf is not finite"),
+        ({"steer": {"calm": float("nan")}}, "steer: calm: the scale is not finite in fp32"),
+        ({"steer": {"calm": 1e39}}, "steer: calm: the scale is not finite in fp32"),
+        ({"steer": {"calm": 10**400}}, "steer: calm: the scale is not finite in fp32"),
     ):
         with pytest.raises(RequestError) as refused:
             engine.generate([PROMPTS[1]], GREEDY, **asked)

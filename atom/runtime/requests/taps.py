@@ -9,7 +9,6 @@ registered.scales_of((("calm", 4.0),))                               # (4.0,), o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,8 @@ import numpy.typing as npt
 
 from atom.errors import RequestError
 from atom.runtime.types import POOLS, Steering, Tap
+
+MAX_SCALE = float(np.finfo(np.float32).max)
 
 GivenTaps = Mapping[str, str] | Sequence[str] | str | None
 GivenSteer = Mapping[str, float] | Sequence[str] | str | None
@@ -90,10 +91,8 @@ class Registered:
 
     def scales_of(self, steer: Steering) -> tuple[float, ...]:
         """The scale of each registered vector; none if the request is not steered. RequestError as of `open`."""
-        for name, scale in steer:
+        for name, _ in steer:
             check_name("steer", name, self.vectors, "passes.steer")
-            if not math.isfinite(scale):
-                raise RequestError(f"steer: {name}: the scale {scale} is not finite")
         given = dict(steer)
         return tuple(given.get(name, 0.0) for name in self.vectors) if given else ()
 
@@ -111,6 +110,8 @@ def read_steer(given: GivenSteer) -> Steering:
         return tuple((name, 1.0) for name in read_names("steer", given))
     if wrong := [scale for scale in given.values() if not isinstance(scale, int | float) or isinstance(scale, bool)]:
         raise RequestError(f"steer: the scale {str(wrong[0])[:100]!r} is no number")
+    if large := [name for name, scale in given.items() if not abs(scale) <= MAX_SCALE]:
+        raise RequestError(f"steer: {str(large[0])[:100]}: the scale is not finite in fp32")
     return tuple((str(name), float(scale)) for name, scale in given.items())
 
 

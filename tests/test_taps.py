@@ -79,6 +79,31 @@ def test_taps_and_steering_are_the_references(
     tiny.assert_greedy(plain, PROMPTS[3], model)
 
 
+@pytest.mark.slow
+def test_each_run_of_a_loop_is_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two L modules run three times, and an H module, all of it twice, in layers of two."""
+    monkeypatch.setitem(tiny.VARIANTS, "loops", tiny.COMBINED["hrm_text"])
+    folder = tiny.save("loops", tmp_path / "model")
+    model, runs = tiny.reference(folder), list[torch.Tensor]()
+    for stack in ("L_module", "H_module"):
+        for layer in model.model.get_submodule(stack).layers:
+            layer.register_forward_hook(lambda *call: runs.append(call[2][0]))
+    names = [
+        [f"model.{stack}.layers.{number}" for number in range(num)]
+        for stack, num in (("L_module", 12), ("H_module", 4))
+    ]
+    order = [*names[0][:6], *names[1][:2], *names[0][6:], *names[1][2:]]
+    fields: dict[str, Any] = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, "passes.taps": order}
+    engine = LLMEngine(model=str(folder), **fields)
+    (answer,) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=1), taps=dict.fromkeys(order, "all"))
+    engine.close()
+    with torch.inference_mode():
+        model(torch.tensor([PROMPTS[1]]), use_cache=False)
+    assert len(runs) == len(order)
+    for name, run in zip(order, runs, strict=True):
+        np.testing.assert_allclose(answer["taps"][name], run.numpy(), atol=1e-4 * float(run.abs().max()))
+
+
 def test_a_batch_mixes_requests_of_all_kinds(
     open_engine: Open, references: Callable[[str], Any], vectors: Callable[..., Any]
 ):

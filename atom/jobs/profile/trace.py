@@ -45,7 +45,7 @@ KINDS = {
         "elementwise": (
             "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_unpack_",
             r"\.(embedding|add|mul|affine|steer|scale|softcap|clamp|activate|gated_activate|xielu|rotary|rope)$",
-            r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|stream_gate|sinkhorn|mix_streams)$",  # of streams
+            r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|stream_gate|sinkhorn|mix_streams)$",
         ),
         "step": (  # inputs, sampling and drafts
             "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize)$",

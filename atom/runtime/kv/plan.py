@@ -134,7 +134,8 @@ def plan_blocks(
     of_sequence = {kind.name: kind.blocks(max_model_len) for kind in kinds if not kind.rule.keeps_all}
 
     def equal(count: int) -> dict[str, int]:
-        num_sequences = max(limits.max_num_seqs, count * block_size // COPY_TOKENS)
+        num_kept = count * block_size // COPY_TOKENS if len(of_sequence) < len(kinds) else 0
+        num_sequences = max(limits.max_num_seqs, num_kept)
         useful = {name: num_sequences * blocks + step_blocks for name, blocks in of_sequence.items()}
         return {kind.name: 1 + min(-(-count // kind.stride), useful.get(kind.name, count)) for kind in kinds}
 

@@ -37,6 +37,9 @@ def test_kept_conversations_have_room_for_their_windows() -> None:
     window = window_kind(9)
     blocks = plan([FULL, window], num_blocks=100 * 8192 // 4)
     assert blocks["window"] == 1 + 100 * window.blocks(100) + 10
+    assert plan([window], num_blocks=100 * 8192 // 4) == {"window": 1 + 8 * window.blocks(100) + 10}, (
+        "nothing else is kept"
+    )
 
 
 def test_entries_of_several_blocks_of_tokens_take_their_part_of_the_memory() -> None:

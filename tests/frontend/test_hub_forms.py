@@ -692,11 +692,12 @@ FORMS = {
     ),
     "dots3_note": HubForm(
         "vllm/models/dots3_note/nvidia/model.py; dots-studio/dots3-note-prev",
+        changes={"rope_theta": 300.0, "swa_rope_theta": 20.0},
         fields={"architectures": ["Dots3NoteForCausalLM"], "model_type": "dots3_note", "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"], "use_dsa": True,
                 "apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise", "swa_attention_gate_type": "headwise", "scoring_func": "sigmoid",
                 "topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_shared_expert_intermediate_size": 28, "sliding_window_size": 9,
                 "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 14, "swa_head_dim": 22,
-                "swa_qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 6, "swa_v_head_dim": 8, "swa_rope_theta": 50000.0, "rope_theta": 80000000.0,
+                "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 8, "swa_rope_theta": 20.0, "rope_theta": 300.0,
                 "vision_config": {"depth": 1}, "audio_config": {}},
         without=("per_layer_config", "rope_parameters", "mlp_layer_types", "shared_experts_intermediate_size", "sliding_window", "n_group", "topk_group"),
         edit=with_towers_of_dots,

@@ -51,7 +51,7 @@ def look_up(writer: Writer, own: NgramsConfig, layer: int) -> Node:
     num, dim = math.ceil(sum(sizes) / own.multiple) * own.multiple, own.dim // len(sizes)
     name, step = writer.weight_name("ngram_table", layer), math.ceil(num / own.parts)
     parts = [W(name.replace("{part}", str(part)), Type(writer.dtype, (min(step, num - part * step), dim)))
-             for part in range(own.parts)]  # fmt: skip
+             for part in range(math.ceil(num / step))]  # fmt: skip
     e = writer.call(ops.embedding, rows, cat(tuple(parts)), name="e")
     merged: Node = writer.call(ops.merge_heads, e, name="e")
     return merged

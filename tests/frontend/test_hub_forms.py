@@ -409,8 +409,8 @@ FORMS = {
     ),
     "qwen4_exp": HubForm(
         "vllm/models/qwen4_exp/nvidia/model.py; Qwen/Qwen3.8-Flash-Next",
-        changes={"ple_layer_ids": [1, 3]},
-        fields={"architectures": ["Qwen4ExpForConditionalGeneration"], "layer_types": ["linear_attention", "full_attention"] * 2},
+        changes={"ple_layer_ids": [1, 3], "split_ngram_parts": 60, "indexer_head_dim": 18, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
+        fields={"architectures": ["Qwen4ExpForConditionalGeneration"], "layer_types": ["linear_attention", "full_attention"] * 2, "eos_token_id": [7, 3]},
         in_bf16=("A_log", "dt_bias"),
         names={r"^model\.": "model.language_model."},
         edit=lambda tensors: with_images(with_draft(stacked_experts(tensors))),

@@ -70,6 +70,19 @@ def test_the_text_of_hy4_vl_turns_pairs(original: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("fields", "full"),
+    [({}, [0, 1, 5]), ({"index_topk_freq": 2}, [0, 1, 3, 5]), ({"index_topk_pattern": "FSFSSF"}, [0, 2, 5])],
+)
+def test_layers_of_hy4_share_a_choice_by_what_its_config_says(fields: dict[str, Any], full: list[int], tmp_path: Path):
+    """As vllm/models/hy_v4/nvidia/attention.py reads these fields; without them as transformers does."""
+    config = tiny.config("hy_v4").to_dict() | {"num_hidden_layers": 6, "architectures": ["HYV4ForCausalLM"]}
+    unlisted = {key: value for key, value in config.items() if not key.endswith("_types")}
+    (tmp_path / "config.json").write_text(json.dumps(unlisted | fields))
+    layers = load([f"checkpoint={tmp_path}"]).model.attention.index.layers
+    assert layers == ["full" if layer in full else "shared" for layer in range(6)]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"indexer_types": ["full", "shared"]}, "model.attention.index.layers names only 2 layers, the model has 4"),

@@ -46,6 +46,7 @@ ONLY_GQA: dict[str, Any] = {  # fields of attention and their only values of oth
     "k_is_v": False,
     "adapter_rank": None,
 }
+INDEX_KINDS = {"interleaved": "mla", "last": "mla", "eps": "mla", "local": "gqa"}  # field of an indexer -> its kind
 
 
 def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
@@ -248,6 +249,10 @@ def check_index(attention: AttentionConfig, at: str, kv_heads: int) -> None:
     if index.every > 1 and attention.kind == "mqa":
         kinds = "kind mqa (supported: gqa, mla)"
         raise UnsupportedError(f"{at}.index.every={index.every} is not supported for {kinds}")
+    for name, kind in INDEX_KINDS.items():
+        if kind != attention.kind and (value := getattr(index, name)) != getattr(IndexConfig, name):
+            given = f"{at}.index.{name}={spelled(value)}"
+            raise UnsupportedError(f"{given} is for kind {kind}, not for kind {attention.kind}; leave it out")
     words = {"mla": ("full", "shared"), "gqa": ("full", "none"), "mqa": ("full",)}[attention.kind]
     unknown = {*(index.layers or ())} - {*words}
     if unknown:

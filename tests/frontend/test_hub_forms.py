@@ -1028,6 +1028,12 @@ REFUSED = {
     "runs of latent attention": (
         "deepseek_v32", {}, (), ["model.attention.index.every=4"], r"model.attention.index.every=4: keys of runs are of layers without positions; set model.attention.rope.kind=none",
     ),
+    "local blocks of latent attention": (
+        "deepseek_v32", {}, (), ["model.attention.index.local=2"], r"model.attention.index.local=2 is for kind gqa, not for kind mla",
+    ),
+    "last dims of blocks that are chosen": (
+        "minimax_m3", {}, (), ["model.attention.index.last=true"], r"model.attention.index.last=true is for kind mla, not for kind gqa",
+    ),
     "runs of several index keys": (
         "qwen4_exp", {"indexer_kv_heads": 2}, (), [], r"indexer_kv_heads=2 in its config.json is not supported",
     ),

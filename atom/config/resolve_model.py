@@ -302,6 +302,8 @@ def check_ngrams(model: ModelConfig) -> None:
     own, heads, at = model.ngrams, (model.ngrams.size - 1) * model.ngrams.heads, "model.ngrams"
     if not own.layers:
         return
+    if model.streams.kind == "attention_residuals":
+        raise UnsupportedError(f"{at}: model.streams.kind=attention_residuals has sums, to which nothing else is added")
     if own.layers != sorted({*own.layers}) or not 1 <= own.layers[0] <= own.layers[-1] <= model.layers:
         raise ConfigError(f"{at}.layers={spelled(own.layers)} is no ascending list of layers from 1 to {model.layers}")
     if own.dim % heads or not own.dim:

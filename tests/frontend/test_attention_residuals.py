@@ -136,6 +136,7 @@ def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.
             "model.residual=normed",
             "model.streams.kind=attention_residuals: model.residual=normed is of blocks that are added",
         ),
+        ("kimi_k3", "model.ngrams.layers=[1]", "model.ngrams: model.streams.kind=attention_residuals has sums"),
         ("kimi_k3", "model.blocks.delta.gated_delta.decay_rows=1", "decay_rows=1 are fewer than value_heads=2"),
         (
             "alice_ai",

@@ -175,8 +175,7 @@ def choose(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary |
     if every is not None:
         by = {"top_k": index.top_k, "every": every}
         runs = writer.call(ops.index_topk, made["index_q"], k, None, cache, **by, name="runs")
-        tokens: Node = writer.call(ops.run_tokens, runs, writer.carried["positions"], every=every, name="selected")
-        return tokens
+        return tokens_of_runs(writer, runs, every)
     local = {} if index.local == 1 else {"local": index.local}
     chosen: Node = writer.call(
         ops.index_blocks, made["index_q"], k, cache, block=index.block, top_k=index.top_k, **local, name="selected"
@@ -316,8 +315,13 @@ def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotar
     k = pool_by_gate(writer, k, gate, "index_run", CompressConfig(every=index.every), layer)
     cache = KV(writer.name("layer", layer), entry, every=index.every, part="index")
     runs = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, every=index.every, name="runs")
+    return tokens_of_runs(writer, runs, index.every)
+
+
+def tokens_of_runs(writer: Writer, runs: Node, every: int) -> Node:
+    """The tokens i32[T, 1, k] of the runs that are chosen, and those after the last whole run."""
     positions = writer.program.input("positions", Type("i64", ("T",)))
-    tokens: Node = writer.call(ops.run_tokens, runs, positions, every=index.every, name="selected")
+    tokens: Node = writer.call(ops.run_tokens, runs, positions, every=every, name="selected")
     return tokens
 
 

@@ -49,7 +49,7 @@ def write_body(
     """
     tokens, positions = write_tokens(writer)
     model = writer.model
-    writer.carried.update(tokens=tokens, positions=positions)
+    writer.carried["tokens"] = tokens
     placed = None if vision is None else write_placed(writer, vision)
     rotaries_by_layer = rotaries(writer, positions, range(model.layers), placed and placed.rope_positions)
     embedded = embed(writer, tokens, vocab)

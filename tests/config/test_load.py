@@ -925,6 +925,14 @@ OWN_SIZES = {  # of a file that takes no others
     "dots3_note": INDEXER,
     "hy_v4": {**INDEXER, "layer_types": ["indexed_attention"] * 3},
     "deepseek_v32": INDEXER,
+    "glm5_next": {**INDEXER, "qk_rope_head_dim": 0},
+    "qwen4_exp": {
+        "head_dim": 16,
+        "indexer_n_heads": 4,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "glm_moe_dsa": INDEXER,
     "baichuan": {"vocab_size": 64000},
     "beam": {
@@ -1112,6 +1120,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "qwen3_next": ("tagged_json", "think"),
     "qwen3_vl": ("tagged_json", "think"),
     "qwen3_vl_moe": ("tagged_json", "think"),
+    "qwen4_exp": ("qwen3_coder", "think"),
     "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),
     "step3p5": ("qwen3_coder", "think"),

@@ -25,7 +25,6 @@ from atom.jobs.plan.shares import Shape, find_shares, measured_share
 from atom.jobs.recipe import layout_of
 from atom.jobs.sweep.job import Result
 from atom.kernels import Target
-from scripts.bench_rows import ROWS
 
 ROOT = Path(__file__).parents[3]
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, VOCAB = 3, 64, 4, 2, 176, 304
@@ -263,22 +262,6 @@ def test_a_share_lies_between_those_of_the_nearest_layers():
     assert share(16, False, 1e-4) == (0.7, ("c",))
     assert share(8, False, 5e-6) == (0.2, ("a",)), "no less time than the layer of that row: 25 µs"
     assert share(8, False, 5e-6, is_least=False) == (0.4, ("a",))
-
-
-@pytest.mark.parametrize(("name", "file"), [("h200", "nvidia_h200"), ("h100", "nvidia_h100_80gb_hbm3")])
-def test_shares_are_those_of_the_results(name: str, file: str):
-    """If `scripts/bench-gpu` has measured others, conf/gpu takes them over by hand."""
-    gpu = load_gpu(name)
-    results = json.loads((ROOT / "docs" / "results" / "gpu" / f"{file}.json").read_text())["rows"]
-    assert gpu.shares and gpu.prompt_shares
-    for key, row in (gpu.shares | gpu.prompt_shares).items():
-        measured, workload = results[key], ROWS[key]
-        assert row["share"] == pytest.approx(measured["share_of_limit"], abs=1e-3), key
-        model = json.loads((ROOT / "tests" / "configs" / f"{workload.model}.json").read_text())
-        cut = [int(each.partition("=")[2]) for each in workload.setup if each.startswith("model.layers=")]
-        layers, limit = (cut or [model["num_hidden_layers"]])[0], measured["value"] / measured["share_of_limit"]
-        tokens = int(workload.input_len) if key in gpu.prompt_shares else workload.num_prompts
-        assert row["layer_seconds"] == pytest.approx(tokens / limit / layers, rel=1e-2), key
 
 
 def test_the_first_few_are_measured(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any):

@@ -64,12 +64,20 @@ def kv_pool(
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
     needed = _blocks_of_one(kinds_of, limits)
     states = {kind.name: num_usable[kind.name] for kind in kinds if kind.rule.in_slot}
+    kept = {kind.name: kind.blocks(limits.max_model_len) for kind in kinds_of_all(kinds_of)}
+
+    def count(num_blocks: int, of_first: int, of_others: int) -> int:
+        """The sequences whose prompts share a step: only its tokens need blocks besides those that decodes keep."""
+        return 0 if num_blocks < of_first else 1 + (num_blocks - of_first) // of_others
+
     return {
         **({"state_slots": limits.max_num_seqs, "state_copies": sum(states.values())} if states else {}),
         "kv_pool_bytes": sum(num_blocks[kind.name] * kind.block_bytes for kind in kinds),
         "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items() if needed[name]},
         "kv_longest_sequence": longest,
-        "kv_sequences": min((num_usable[name] // num for name, num in needed.items() if num), default=0),
+        "kv_sequences": min(
+            (count(num_usable[name], num, kept[name]) for name, num in needed.items() if num), default=0
+        ),
     }
 
 

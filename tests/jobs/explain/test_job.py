@@ -684,6 +684,13 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
     )
 
 
+def test_sequences_past_their_prompts_keep_only_a_window(explain: Any, published: Any):
+    fit = explain(published("gpt_oss_20b"), "model.layers=2", "serve.max_model_len=1280", "job.gpu=h200")["gpu"]
+    blocks = fit["kv_tokens"]["window_128"] // 16
+    # the prompts of a step have 1,280 tokens; 128 tokens are in 9 blocks at most, and one is kept for siblings
+    assert fit["kv_sequences"] == 1 + (blocks - 1280 // 16) // 10 > 512, "as many as serve.max_num_seqs"
+
+
 def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: Any, monkeypatch: pytest.MonkeyPatch):
     """Its sizes are those of the CPU's text; what its pieces are called in the cache nobody knows."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -57,7 +57,7 @@ class Run(NamedTuple):
 class Engine(NamedTuple):
     weights_bytes: list[int]  # of a rank of each stage
     sequence_bytes: list[int]  # the same: of the KV and state of a sequence of the context
-    sequences: int  # of the context
+    sequences: int  # of the context, that memory holds
     runs: list[Run]
     curve: list[Run]  # of task.batches that it holds
 
@@ -102,7 +102,8 @@ def describe_engine(candidate: Candidate, task: Task) -> Engine:
     for replicas in num_replicas(candidate.mesh.num_ranks, task.num_gpus) if sequences else ():
         run = estimate_engine(candidate, task, replicas, sequences)
         runs += [run] if run is not None else []
-    loads = [task.load._replace(requests=batch) for batch in task.batches if batch <= sequences]
+    most = max_requests(candidate, sequences)
+    loads = [task.load._replace(requests=batch) for batch in task.batches if batch <= most]
     curve = [Run(1, each.requests, estimate_run(candidate, task.gpu, each, task.shares)) for each in loads]
     return Engine(rank_bytes(candidate), sequence_bytes(candidate), sequences, runs, curve)
 
@@ -115,17 +116,22 @@ def num_replicas(num_ranks: int, num_gpus: int) -> list[int]:
 
 def estimate_engine(candidate: Candidate, task: Task, replicas: int, sequences: int) -> Run | None:
     """Estimate one of several engines, with its part of the load; None if it does not hold it, or keep up."""
-    load = task.load
+    load, most = task.load, max_requests(candidate, sequences)
 
     def estimate(requests: int) -> Estimate:
         return estimate_run(candidate, task.gpu, load._replace(requests=requests), task.shares)
 
     if load.rate is None:
         own = ceil(load.requests / replicas)
-        return Run(replicas, own, estimate(own)) if own <= sequences else None
-    rate, most = load.rate / replicas, min(sequences, candidate.config.limits.max_num_seqs * candidate.mesh.data)
+        return Run(replicas, own, estimate(own)) if own <= most else None
+    rate = load.rate / replicas
     keeps_up = bisect_left(range(1, most + 1), True, key=lambda own: own / estimate(own).seconds >= rate) + 1
     return Run(replicas, keeps_up, estimate(keeps_up)) if keeps_up <= most else None
+
+
+def max_requests(candidate: Candidate, sequences: int) -> int:
+    """The requests that an engine takes at a time, of the sequences that it holds."""
+    return min(sequences, candidate.config.limits.max_num_seqs * candidate.mesh.data)
 
 
 def rank_bytes(candidate: Candidate) -> list[int]:
@@ -134,14 +140,11 @@ def rank_bytes(candidate: Candidate) -> list[int]:
 
 
 def sequence_bytes(candidate: Candidate) -> list[int]:
-    """The KV and recurrent state of a sequence of the context, in a rank of each stage."""
+    """The KV and recurrent state that a sequence of the context keeps, in a rank of each stage."""
     config, limits = candidate.config, candidate.config.limits
-    step = min(limits.max_model_len, limits.max_num_batched_tokens)
     return [
         sum(
-            kind.bytes_per_slot(limits)
-            if kind.rule.in_slot
-            else kind.blocks(limits.max_model_len, step) * kind.block_bytes
+            kind.bytes_per_slot(limits) if kind.rule.in_slot else kind.blocks(limits.max_model_len) * kind.block_bytes
             for kind in state_kinds(graph, config.serve.block_size)
         )
         for graph in candidate.graphs

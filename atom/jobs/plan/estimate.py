@@ -48,14 +48,22 @@ def estimate_run(candidate: Candidate, gpu: GPUConfig, load: Load, shares: Share
     in_step = max(candidate.config.limits.max_num_batched_tokens // load.input_len, 1)  # prompts
     for count, times in ((in_step, rows // in_step), (rows % in_step, 1)):
         if count and times:
-            prompts += times * max(_stage_seconds(candidate, gpu, _prompt_step(load, count)))
-            sums += times * _prompt_sums(candidate, gpu, load, count) / mesh.pipeline
+            stages = _stage_seconds(candidate, gpu, _prompt_step(load, count))
+            whole = _prompt_sums(candidate, gpu, load, count)
+            prompts += times * max(stages)
+            sums += times * whole / mesh.pipeline
+    prompts += sum(stages) - max(stages)  # the last step goes through the other stages by itself
+    sums += whole * (1 - 1 / mesh.pipeline)
     single = sum(_stage_seconds(candidate, gpu, _prompt_step(load, 1)))
     single_sums = _prompt_sums(candidate, gpu, load, 1)
     is_mixture = any(mlp.kind == "moe" for mlp in candidate.config.model.mlps)
     shape = Shape(candidate.bits, is_mixture, (decode + prompts) / load.output_len / layers)
     share = measured_share(shares.runs, shape, is_least=True)
-    prompt_share = measured_share(shares.prompts, shape._replace(layer_seconds=single / layers), is_least=False)
+    shape = shape._replace(layer_seconds=single / layers)
+    prompt_share = measured_share(shares.prompts, shape, is_least=False)
+    least = measured_share(shares.runs, shape, is_least=True)
+    if shape.layer_seconds < shares.runs[least.rows[0]]["layer_seconds"] and least.value < prompt_share.value:
+        prompt_share = least  # its layers take no less time than those of the shortest decode
     seconds = decode / share.value + prompts / prompt_share.value + sums
     return Estimate(
         seconds,

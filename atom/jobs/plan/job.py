@@ -23,7 +23,7 @@ from atom.config.overrides import SECRET, write_recipe
 from atom.errors import ConfigError
 from atom.jobs.kind import keys_of
 from atom.jobs.plan.candidates import own_overrides
-from atom.jobs.plan.load import Load, read_load
+from atom.jobs.plan.load import Load, check_length, read_load
 from atom.jobs.plan.measure import Measured, measure_options
 from atom.jobs.plan.page import make_page
 from atom.jobs.plan.ranking import Option, Plan, make_plan
@@ -41,6 +41,7 @@ def run(config: Config, *, measures: bool = False) -> int:
     """
     check_fields(config)
     gpu, load = load_gpu(str(config.job.gpu)), read_load(config)
+    check_length(load, config)
     plan = make_plan(config, gpu, load, target_of(config, frozenset(gpu.features)))
     measured = measure_options(plan.options[:NUM_MEASURED], load, config) if measures else []
     match config.job.output:
@@ -61,7 +62,8 @@ def check_fields(config: Config) -> None:
     if config.job.gpu is None:
         raise ConfigError("job=plan needs job.gpu=NAME, a file of conf/gpu or of yours, and job.gpus=8 or the like")
     if chosen := [key for key in given if key == "parallel" or key.startswith("parallel.")]:
-        raise ConfigError(f"job=plan chooses the layout: leave out {', '.join(dict.fromkeys(chosen))}")
+        names = ", ".join(dict.fromkeys(chosen))
+        raise ConfigError(f"job=plan chooses the layout: leave out {names}, or the recipe that sets it")
     if config.serve.method is not None:
         raise ConfigError("job=plan estimates a model without drafts: leave out serve.method")
 

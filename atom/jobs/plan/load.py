@@ -57,6 +57,15 @@ def read_load(config: Config) -> Load:
     return Load(job.num_prompts, sum(inputs) // 2, sum(outputs) // 2, inputs[1] + outputs[1])
 
 
+def check_length(load: Load, config: Config) -> None:
+    """Raise ConfigError if the longest request is longer than the context."""
+    limit = config.serve.max_model_len
+    assert limit is not None, "config.load resolves it"
+    if load.max_len > limit:
+        what = "job.input_len and job.output_len are" if config.job.trace is None else "a request of job.trace has"
+        raise ConfigError(f"{what} {load.max_len:,} tokens, more than serve.max_model_len={limit:,}")
+
+
 def load_of_trace(arrivals: Sequence[Arrival], path: str) -> Load:
     """Mean lengths, the rate of the busiest PEAK_SECONDS, and the mean rate."""
     times = sorted(each.seconds for each in arrivals)
@@ -70,7 +79,8 @@ def load_of_trace(arrivals: Sequence[Arrival], path: str) -> Load:
         for name in ("input_len", "output_len")
     )
     longest = max(each.input_len + each.output_len for each in arrivals)
-    return Load(1, mean_in, mean_out, longest, peak, len(arrivals) / duration)
+    mean = len(arrivals) / duration
+    return Load(1, mean_in, mean_out, longest, max(peak, mean), mean)
 
 
 def read_trace(path: str) -> list[Arrival]:
@@ -83,7 +93,7 @@ def read_trace(path: str) -> list[Arrival]:
     try:
         read = read_mooncake if lines and lines[0].lstrip().startswith("{") else read_azure
         arrivals = [each for each in read(lines) if each.input_len > 0 and each.output_len > 0]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         form = f"lines of JSON with {', '.join(MOONCAKE)}, or CSV with {', '.join(AZURE)}"
         raise ConfigError(f"job.trace={path}: a trace has {form} ({type(error).__name__}: {error})") from None
     if not arrivals:

@@ -13,7 +13,7 @@ from math import ceil
 
 from atom.config import Config, GPUConfig
 from atom.config.schema import ParallelConfig
-from atom.errors import CapacityError
+from atom.errors import CapacityError, UnsupportedError
 from atom.jobs.plan.candidates import Format, engine_layouts, find_formats
 from atom.jobs.plan.engines import Engine, Run, Task, Tried, try_layout, try_layouts
 from atom.jobs.plan.estimate import Estimate
@@ -137,13 +137,17 @@ def make_plan(config: Config, gpu: GPUConfig, load: Load, target: Target) -> Pla
     others = list[Task]()
     for task, whole in zip(single, tried, strict=True):
         size = whole.engines[0].weights_bytes[0] if whole.engines else 0
-        shortage.add_weights(size, usable)
+        if whole.engines:
+            shortage.add_weights(size, usable)
         is_mixture = any(mlp.kind == "moe" for mlp in task.formats[0].config.model.mlps)
         layouts = engine_layouts(config.job.gpus, is_mixture=is_mixture)
         # no rank has less than its part
         others += [Task(each, *task[1:]) for each in layouts if size <= usable.memory * each.num_ranks]
     for task, result in [*zip(single, tried, strict=True), *zip(others, try_layouts(others), strict=True)]:
         add_options(plan, shortage, task, result, config)
+    if not plan.tried:
+        reason = next(each.refusal for each in tried if each.refusal is not None)
+        raise UnsupportedError(f"no layout runs on {config.job.gpu}: {reason}")
     if not plan.options:
         raise too_slow(config, plan.short) if plan.short else nothing_fits(config, load, shortage)
     plan.options.sort(key=order)
@@ -202,6 +206,11 @@ def nothing_fits(config: Config, load: Load, shortage: Shortage) -> CapacityErro
         return CapacityError(
             f"{gpus} do not keep up with the {load.rate:.3g} requests/s of the busiest minute of job.trace: raise "
             "job.gpus"
+        )
+    if shortage.sequences >= load.requests:
+        return CapacityError(
+            f"job.num_prompts={load.requests:,} is more than engines take at a time: raise "
+            f"serve.max_num_seqs={config.serve.max_num_seqs:,}"
         )
     return CapacityError(
         f"{gpus} hold {shortage.sequences:,} sequences of {load.max_len:,} tokens at most ({shortage.where}), not "

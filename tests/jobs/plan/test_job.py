@@ -50,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
     for name, memory in (("gpu", 1_000_000), ("small", 300_000), ("full", 400_000), ("short", 450_000)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**GPU, "memory": memory}))
+    (folder / "fast.yaml").write_text(yaml.safe_dump({**GPU, "bandwidth": 1e12}))
     (folder / "fp8.yaml").write_text(yaml.safe_dump({**GPU, "rates": {"bf16": 1e15, "fp8": 1e15}}))
     return folder
 
@@ -117,8 +118,23 @@ def test_memory_limits_and_estimates_of_one_gpu_and_two(run: Any, stored: dict[s
     assert one["tokens_per_second_of_user"] == pytest.approx(16 / seconds, rel=1e-3)
     assert one["ttft_seconds"] == pytest.approx(one["limit_ttft_seconds"] / 0.695)
     assert one["cost_per_million_tokens"] == pytest.approx(1e6 / one["tokens_per_second"] / 3600 * 2)
+    stages = [2 * layer + FREQUENCIES, layer + final + head + FREQUENCIES]
+    kept = [2 * KV_BYTES // 3, KV_BYTES // 3]  # of a token, by the layers of a stage
+    turns = max(size + 2 * (32 + 8) * each for size, each in zip(stages, kept, strict=True))  # of two requests
+    decode = 15 * 2 * turns / GPU["bandwidth"]
+    prompts = (sum(stages) + 4 * 32 * KV_BYTES) / GPU["bandwidth"]  # one step, through both stages
+    two = options["pp2"]
+    seconds = 4 * 16 / two["limit_tokens_per_second"] - two["collective_seconds"]
+    assert seconds == pytest.approx(decode + prompts, rel=1e-3)
     # two sums a layer, one of the embedding's rows and one of logits a step; four prompts together
     assert options["tp2"]["collective_seconds"] >= 16 * (2 * LAYERS + 1) * 1e-5
+
+
+def test_a_prompt_takes_no_less_time_than_the_shortest_decode(run: Any):
+    code, out, _ = run("fast", "job.output=json")
+    (option,) = json.loads(out)["options"]
+    assert code == 0 and option["prompt_share"]["rows"] == ["0.6b-1"]  # whose layers take 10.1 µs / 45%
+    assert option["ttft_seconds"] == pytest.approx(LAYERS * 10.1e-6 / 0.453)
 
 
 def test_options_come_by_cost_and_slow_ones_are_counted(run: Any):
@@ -138,7 +154,17 @@ def test_options_come_by_cost_and_slow_ones_are_counted(run: Any):
         ("small", (), "do not hold the weights, which need 2 at least: set job.gpus=2"),
         ("full", (), "hold no sequence of 48 tokens besides the weights: raise job.gpus"),
         ("short", (), "hold 2 sequences of 48 tokens at most (tp1), not 4: raise job.gpus, or lower job.num_prompts"),
+        (
+            "gpu",
+            ("serve.max_num_seqs=3",),
+            "job.num_prompts=4 is more than engines take at a time: raise serve.max_num",
+        ),
         ("gpu", ("job.min_user_rate=1e9",), "reaches job.min_user_rate=1e+09: estimated are at best"),
+        (
+            "gpu",
+            ("serve.max_model_len=47",),
+            "job.input_len and job.output_len are 48 tokens, more than serve.max_model_len=47",
+        ),
         ("gpu", ("parallel=tp2",), "job=plan chooses the layout: leave out parallel"),
     ],
 )
@@ -204,6 +230,8 @@ def test_a_trace_has_its_busiest_minute_and_mean_lengths(trace: Path, tmp_path: 
     found = load_of_trace(arrivals, "")
     assert (found.input_len, found.output_len, found.max_len) == (200, 30, 350)
     assert (found.rate, found.mean_rate) == (3 / 60, 5 / 180)
+    two = load_of_trace([arrivals[0], arrivals[2]], "")
+    assert two.rate == two.mean_rate == 2 / 2, "no minute is busier than the busiest"
     azure = tmp_path / "azure.csv"
     rows = [f"2023-11-16 18:{at // 60000:02}:{at % 60000 // 1000:02}.1234567,{i},{o}" for at, i, o in MOONCAKE]
     azure.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))

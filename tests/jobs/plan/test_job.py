@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from atom.cli import main
 from atom.config.load import load, load_gpu
-from atom.errors import ConfigError
-from atom.jobs.plan import measure
+from atom.errors import ConfigError, UnsupportedError
+from atom.jobs.plan import engines, measure
 from atom.jobs.plan.candidates import compile_candidate, engine_layouts, find_formats
 from atom.jobs.plan.engines import Task, try_layout
 from atom.jobs.plan.load import Arrival, load_of_trace, read_load, read_trace
@@ -171,6 +171,15 @@ def test_options_come_by_cost_and_slow_ones_are_counted(run: Any):
 def test_what_would_fit_is_said_in_one_line(run: Any, gpu: str, others: tuple[str, ...], said: str):
     code, out, err = run(gpu, *others)
     assert code and not out and said in err and err.count("\n") == 1
+
+
+def test_if_no_layout_runs_its_reason_is_the_error(run: Any, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("no kernel has sinks")
+
+    monkeypatch.setattr(engines, "compile_candidate", refuse)
+    code, out, err = run("gpu", "job.gpus=2")
+    assert code == 2 and not out and "gpu.yaml: no kernel has sinks" in err
 
 
 def test_the_table_says_where_figures_are_from_and_the_recipe_loads(run: Any, folder: Path, tmp_path: Path):

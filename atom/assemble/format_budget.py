@@ -142,7 +142,7 @@ class FormatBudget:
         device = self._config.device
         with naming_a_lack_of_memory(
             f"device={device} has no room for the plain model, which quant=budget measures: start once with "
-            f"device=cpu, or where there is room, and load the file that is written"
+            f"device=cpu or on a machine with more memory, and load the file that this start writes"
         ):
             choice = self._search()
         if device != "cpu":

@@ -13,15 +13,11 @@ import asking
 import pytest
 import torch
 import transformers
+from lm_eval_docs import DOCS
 from serving import Server, Start
 
 pytestmark = pytest.mark.slow  # its imports take longer than the tests of a route
 
-DOCS = [
-    {"question": "The sky is", "choices": ["blue", "a fish", "7"], "answer": 0},
-    {"question": "Two and two are", "choices": ["four", "five", "green"], "answer": 0},
-    {"question": "A cat is an", "choices": ["animal", "x", "number"], "answer": 2},
-]
 TASK = """\
 task: {name}
 dataset_path: json

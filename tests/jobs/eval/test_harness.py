@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import serving
 import worded
+from lm_eval_docs import DOCS
 
 from atom import LLMEngine
 from atom.cli import main
 from atom.jobs.eval.job import evaluate
 from atom.jobs.start import load_job
 
-DOCS = [
-    {"question": "The sky is", "choices": ["blue", "a fish", "7"], "answer": 0},
-    {"question": "Two and two are", "choices": ["four", "five", "green"], "answer": 0},
-    {"question": "A cat is an", "choices": ["animal", "x", "number"], "answer": 2},
-]
 TASK = """\
 task: {name}
 dataset_path: json

@@ -457,6 +457,7 @@ def call_the_rest(arch: str) -> None:
     attend(arch)
     attend_to_blocks(arch)
     attend_to_runs()
+    attend_to_shared_keys(arch)
     attend_images(arch)
     attend_to_sums()
     attend_to_chosen(arch)
@@ -536,7 +537,7 @@ def attend_to_blocks(arch: str) -> None:
 def attend_to_runs() -> None:
     """To tokens of runs whose keys are means, in layers next to n-grams: few and many queries."""
     from atom.graph import Batch, PagedCache
-    from atom.kernels.triton.attention import compressed, paged
+    from atom.kernels.triton.attention import compressed, paged, top_k
     from atom.kernels.triton.recurrent.ngrams import batched_ngrams
 
     numbers = zeros(9, 600, dtype=torch.int32)
@@ -547,8 +548,8 @@ def attend_to_runs() -> None:
         kept, keys = (PagedCache(zeros(4, size, *row, 128, dtype=dtype), kind)
                       for size, row, kind in ((16, (1,), "window_4"), (4, (), "every_4")))  # fmt: skip
         pooled = compressed.paged_compress(zeros(tokens, 128, dtype=dtype), None, None, kept, batch, every=4)
-        compressed.paged_index_topk(pooled.view(tokens, 1, 128).expand(-1, 4, -1).contiguous(), None, keys, batch,
-                                    top_k=512, every=4)  # fmt: skip
+        top_k.paged_index_topk(pooled.view(tokens, 1, 128).expand(-1, 4, -1).contiguous(), None, keys, batch,
+                               top_k=512, every=4)  # fmt: skip
         cache, chosen = (
             PagedCache(zeros(4, 16, 2, 2, 256, dtype=dtype), "full"),
             zeros(tokens, 1, 2051, dtype=torch.int32),
@@ -558,6 +559,28 @@ def attend_to_runs() -> None:
         ids, rows = zeros(tokens, dtype=torch.int64), zeros(16, dtype=torch.int64)
         for states in (1, 3):
             batched_ngrams(ids, zeros(9, states, 2, dtype=torch.int64), batch, rows[:3], rows, rows, end=7)
+
+
+def attend_to_shared_keys(arch: str) -> None:
+    """Heads with one key, also their value, to a window in the model's dtype or fp8, and to runs or chosen ones."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.triton.attention import compressed, top_k
+
+    fp8, numbers = torch.float8_e4m3fn, zeros(9, 600, dtype=torch.int32)
+    tables = dict.fromkeys(("window_128", "every_4", "every_128"), numbers)
+    for dtype, (tokens, decodes) in itertools.product((torch.bfloat16, torch.float16), ((1, 1), (9, 9), (6000, 0))):
+        batch = Batch(tables, {}, numbers[0, :10], numbers[0, :9], decodes, block_size=16)
+        few, many = (PagedCache(zeros(4, size, 512, dtype=dtype), kind)
+                     for size, kind in ((1, "every_128"), (4, "every_4")))  # fmt: skip
+        keys = PagedCache(zeros(4, 4, 128, dtype=dtype), "every_4")
+        chosen = top_k.paged_index_topk(zeros(tokens, 64, 128, dtype=dtype), zeros(tokens, 64, dtype=dtype), keys,
+                                        batch, top_k=512, every=4)  # fmt: skip
+        for heads, kept in itertools.product((8, 64), (dtype, fp8) if arch != "sm_80" else (dtype,)):
+            window = PagedCache(zeros(4, 16, 512, dtype=kept), "window_128")
+            scales = torch.ones(heads), torch.ones(1) if kept == fp8 else None
+            args = zeros(tokens, heads, 512, dtype=dtype), window, batch, *scales
+            for every, runs, selected in ((1, None, None), (4, many, chosen), (128, few, None)):
+                compressed.paged_mqa_attention(*args, runs, selected, scale=0.1, window=128, every=every)
 
 
 def attend_images(arch: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from atom.config.draft_methods import METHODS, WITH_MODEL
-from atom.config.schema import Config, HTTPConfig, ModelConfig, PassesConfig, ServeConfig
+from atom.config.schema import Config, HTTPConfig, PassesConfig, ServeConfig
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device, is_built_for_amd
 from atom.errors import ConfigError, UnsupportedError
@@ -53,14 +53,6 @@ def check_device(config: Config, device: str) -> None:
     if config.level == 3 and (device == "cpu" or enforces_eager):
         why = "serve.enforce_eager=true" if enforces_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none (supported: 0, 1, 2)")
-
-
-def check_cache_dtype(serve: ServeConfig, model: ModelConfig, device: str) -> None:
-    """Check that kernels read the cache, which a GPU's CUDA graphs need."""
-    is_mqa = any(attention.kind == "mqa" for attention in model.attentions)
-    if device != "cpu" and is_mqa and serve.kv_cache_dtype.startswith("fp8"):
-        at = f"serve.kv_cache_dtype={serve.kv_cache_dtype}"
-        raise UnsupportedError(f"{at} is not supported with attention of kind mqa on a GPU (supported: auto)")
 
 
 def check_rocm(config: Config) -> None:

@@ -16,7 +16,6 @@ from atom.config.check_parallel import check_parallel, check_replicas
 from atom.config.checks import (
     LOOKED_UP,
     check,
-    check_cache_dtype,
     check_capture_sizes,
     check_device,
     check_http,
@@ -61,7 +60,6 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_tune(config, device)
     check_capture_sizes(serve)
     derived = derive_model(config, max_model_len, names)
-    check_cache_dtype(serve, derived, device)
     check_passes(config.passes)
     check_parallel(config, derived, device)
     check_lora(config)

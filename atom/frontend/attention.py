@@ -13,7 +13,7 @@ from atom.frontend.compressed import pool_by_gate, write_runs
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import Rotary, rope_freqs, rotary_scale, rotate, rotate_halves, rotate_last
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Dequantize, Full, Recipe, Repeat, Type, W, ops
+from atom.graph import KV, Full, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.ops.sparse import index_entry
 from atom.graph.recipe_ranges import cat
@@ -352,8 +352,7 @@ def mqa(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     if rotary is not None:
         a = rotate_last(writer, a, required(rotary.back), rotary.interleaved, "a")
     a = writer.call(ops.merge_heads, a, name="a")
-    weight: Recipe = writer.stored(writer.weight_name("o_a", layer), (groups * o_rank, heads * dim // groups))
-    weight = weight if weight.type.fmt is None else Dequantize(weight)
+    weight = writer.stored(writer.weight_name("o_a", layer), (groups * o_rank, heads * dim // groups))
     o_a = writer.call(ops.linear_by_head, a, weight, heads=groups, name="o_a")
     return writer.linear(o_a, "o", writer.model.hidden, attention.o_bias, layer)
 

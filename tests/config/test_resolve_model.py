@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from atom.config import AttentionConfig, ModelConfig, ServeConfig
-from atom.config.checks import check_cache_dtype
 from atom.config.load import load
-from atom.errors import AtomError, UnsupportedError
+from atom.errors import AtomError
 
 HF = {"architectures": ["OwnForCausalLM"], "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
       "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256}  # fmt: skip
@@ -145,13 +143,3 @@ def test_layers_of_blocks_that_cannot_be_are_one_line(load_own: Load, lines: str
     with pytest.raises(AtomError) as error:
         load_own(f"blocks:\n  conv: {{short_conv: {{taps: 4}}}}\n{lines}\n", *overrides)
     assert str(error.value).endswith(message)
-
-
-def test_no_kernel_of_a_gpu_reads_a_cache_in_fp8_of_one_key_for_all_heads():
-    model = ModelConfig(attention=AttentionConfig(kind="mqa", heads=2))
-    check_cache_dtype(ServeConfig(kv_cache_dtype="fp8"), model, "cpu")
-    check_cache_dtype(ServeConfig(), model, "cuda")
-    with pytest.raises(
-        UnsupportedError, match=r"serve\.kv_cache_dtype=fp8 is not supported with attention of kind mqa"
-    ):
-        check_cache_dtype(ServeConfig(kv_cache_dtype="fp8"), model, "cuda")

@@ -287,7 +287,7 @@ def test_every_op_documents_its_shapes():
 
 def test_which_arguments_are_weights():
     found = {op.name: [list(op.signature.parameters)[place] for place in op.weights] for op in OWN}
-    linears = ("linear", "gated_linear", "linear_activate", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
+    linears = ("linear", "linear_by_head", "gated_linear", "linear_activate", "norm_linear", "add_norm_linear", "grouped_linear", "router", "sparse_mixer", "embedding",
                "add_norm_router", "token_router")  # fmt: skip
     expected = {name: ["weight"] for name in linears} | {
         "mla_attention": ["kv_b"],

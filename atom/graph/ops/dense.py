@@ -277,12 +277,13 @@ def _linear_by_head(x: Type, weight: Type, bias: Type | None = None, *, heads: i
     return x.with_last(out)
 
 
-@op(_linear_by_head)
-def linear_by_head(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, heads: int) -> Tensor:
+@op(_linear_by_head, weight=1)
+def linear_by_head(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, heads: int) -> Tensor:
     """x [T, N I], weight [N O, I], bias [N O] -> [T, N O], of N heads, each by itself
 
     With S values side by side, x [T, S N I], and a weight [N O, I, S] the sum over these.
     """
+    weight = plain(weight)
     inner, num_parts = weight.shape[1], weight.shape[2] if weight.dim() > 2 else 1
     weights = weight.reshape(heads, -1, inner, num_parts)
     parts = x.reshape(len(x), num_parts, heads, inner)

@@ -37,7 +37,7 @@ from atom.state_rules import StateRule
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention, ops.paged_mqa_attention)
 INDEXERS = (ops.paged_index_topk, ops.paged_index_blocks)
-UNPACKED = {ops.linear_by_head: 1, ops.stream_logits: 1}  # multiply by a matrix that is never packed: its place
+UNPACKED = {ops.stream_logits: 1}  # multiply by a matrix that is never packed: its place
 # whose second result is the ids of experts
 ROUTERS = (ops.router, ops.add_norm_router, ops.sparse_mixer, ops.token_router)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache

@@ -20,7 +20,7 @@ import torch
 
 from atom.cache import Cache
 from atom.errors import UnsupportedError
-from atom.graph import KV, Batch, PagedCache, State, ops
+from atom.graph import KV, State, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
@@ -185,6 +185,15 @@ def _refuse_packed(weight: Type) -> str | None:
     return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
 
+def accepts_by_head(_target: Target, _x: Type, weight: Type, *_types: Any, heads: int) -> str | None:
+    """packed weights as linear, of a multiple of 128 rows by head"""
+    if weight.fmt is None:
+        return None
+    rows = int(weight.shape[0]) // heads
+    whole = None if rows % SPAN == 0 else f"a head has {rows} rows of its weight, no multiple of {SPAN}"
+    return _refuse_packed(weight) or whole
+
+
 def accepts_activated(target: Target, x: Type, *_types: Any, kind: str, **_attributes: Any) -> str | None:
     """gelu_tanh in bf16 and fp16 on NVIDIA, x of two dims"""
     if kind != "gelu_tanh" or x.dtype not in ("bf16", "fp16"):
@@ -218,25 +227,6 @@ def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *typ
     return f"entries have {rank} + {rotated} dims, more than {max_rank} + {MAX_ROTATED}"
 
 
-def accepts_mqa(_target: Target, q: Type, cache: KV | Type, *_types: Any, **_attributes: Any) -> str | None:
-    """heads of up to 512 dims, not in fp8"""
-    if isinstance(cache, KV) and cache.type.dtype == FP8:
-        return f"reads entries of the model's dtype, not of a cache in {FP8}"
-    dim = int(q.shape[-1])
-    return None if dim <= MAX_RANK else f"heads have {dim} dims, more than {MAX_RANK}"
-
-
-def accepts_runs(_target: Target, q: Type, _weights: Type, cache: KV, *_types: Any, every: int = 1,
-                 **_attributes: Any) -> str | None:  # fmt: skip
-    """runs of tokens, up to 256 dims, not in fp8"""
-    if every == 1:
-        return "chooses runs of tokens, not single ones"
-    if cache.type.dtype == FP8:
-        return f"reads keys of the model's dtype, not of a cache in {FP8}"
-    dim = int(q.shape[-1])
-    return None if dim <= MAX_STATE_DIM else f"heads have {dim} dims, more than {MAX_STATE_DIM}"
-
-
 def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, **_attributes: Any) -> str | None:
     """up to 128 index heads of up to 256 dims, in fp8 of multiples of 4; up to 8192 chosen; fp8 from sm_89 on"""
     heads, dim = map(int, q.shape[1:])
@@ -247,12 +237,6 @@ def accepts_tokens(target: Target, q: Type, *types: Any, top_k: int = 1, **_attr
     if dim % 4 and any(isinstance(each, KV) and each.type.dtype == FP8 for each in types):
         return f"the scale of a key in {FP8} of {dim} dims is not aligned"
     return accepts_cache(target, *types)
-
-
-def accepts_topk(target: Target, *types: Any, every: int = 1, **attributes: Any) -> str | None:
-    """tokens as `accepts_tokens`, runs as `accepts_runs`"""
-    accepts = accepts_runs if every > 1 else accepts_tokens
-    return accepts(target, *types, every=every, **attributes)
 
 
 def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
@@ -376,15 +360,8 @@ def _load_latent(context: LoadContext) -> object:
 
 
 def _load_index(_context: LoadContext) -> object:
-    from atom.kernels.triton.attention import compressed
-    from atom.kernels.triton.attention import top_k as tokens
     from atom.kernels.triton.attention.index_scores import write_index
-
-    def paged_index_topk(q: torch.Tensor, weights: torch.Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
-                         every: int = 1) -> torch.Tensor:  # fmt: skip
-        if every > 1:
-            return compressed.paged_index_topk(q, weights, cache, batch, top_k=top_k, every=every)
-        return tokens.paged_index_topk(q, weights, cache, batch, top_k=top_k)
+    from atom.kernels.triton.attention.top_k import paged_index_topk
 
     return SimpleNamespace(write_index=write_index, paged_index_topk=paged_index_topk)
 
@@ -484,6 +461,9 @@ def _by_torch(op: Op) -> Kernel:
 layout_of_linears = kinds_in(SPLIT, TYPES)
 KERNELS: tuple[Kernel, ...] = (
     *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
+    _kernel(
+        ops.linear_by_head, _load_linears, accepts_by_head, packed=(*PACKED, *TYPES), packed_layout=layout_of_linears
+    ),
     _kernel(ops.linear_activate, _load_epilogue, accepts_activated),
     _kernel(ops.norm_rope, _load_rope, accepts_attention),
     _kernel(ops.norm_rope_write, _load_rope, accepts_attention),
@@ -493,12 +473,12 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.write_index, _load_index, accepts_tokens),
-    _kernel(ops.paged_index_topk, _load_index, accepts_topk),
+    _kernel(ops.paged_index_topk, _load_index, accepts_tokens),
     _kernel(ops.segment_attention, _load_segments, accepts_heads),
     _kernel(ops.paged_compress, _load_compressed),
     _kernel(ops.run_tokens, _load_compressed),
     _by_torch(ops.write_mqa),
-    _kernel(ops.paged_mqa_attention, _load_compressed, accepts_mqa),
+    _kernel(ops.paged_mqa_attention, _load_compressed, accepts_attention),
     _kernel(ops.attend_residuals, _load_residuals, accepts_residuals),
     _kernel(ops.OPS["batched_causal_conv"], _load_conv, accepts_conv),
     _kernel(ops.OPS["batched_ngrams"], _load_ngrams, accepts_ngrams),

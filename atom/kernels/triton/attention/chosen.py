@@ -77,7 +77,7 @@ def _slots_kernel(selected, table, starts, lengths, slots, counts, num_sequences
     """Where in the cache the entries are that a token chose, selected i32[T, TOP_K], and how many, counts i32[T]."""
     wait_for_inputs(PDL)
     token, numbers = tl.program_id(0), tl.arange(0, BLOCK_K)
-    sequence, seen = count_seen(starts, lengths, num_sequences, first_token + token, QUERIES, BLOCK_S)
+    sequence, seen = count_seen(starts, lengths, num_sequences, first_token + token, QUERIES, BLOCK_S, 1)
     is_number = numbers < TOP_K
     positions = tl.load(selected + token.to(tl.int64) * chosen_stride + numbers, mask=is_number, other=-1)
     is_chosen = (positions >= 0) & (positions < seen)

@@ -1,15 +1,13 @@
-"""Pool runs of tokens, choose among runs, attend to tokens and runs.
+"""Pool runs of tokens, attend to tokens and runs.
 
     pooled = paged_compress(kv, gate, bias, cache, batch, overlaps=True)
-    selected = paged_index_topk(index_q, weights, keys, batch, top_k=512, every=4)
     tokens = run_tokens(selected, positions, every=4)    # that latent attention attends to
     a = paged_mqa_attention(q, cache, batch, sinks, None, runs, selected, scale=0.04, window=128, every=4)
 
 A program of either has a token, whose sequence and position it finds by counting, so that a launch depends on the
 number of tokens only. Most tokens end no run: their programs write zeros. All heads of a token read one key, so that a
-tile of the attention is of heads, and each key is read once for them (DeepSeek-AI 2026).
-
-Scores of an indexer are written for all runs that a table has room for, so that no launch waits for lengths.
+tile of the attention is of heads, and each key is read once for them (DeepSeek-AI 2026). What few tokens see is split,
+and the parts are merged.
 
 The place in a table of the block with a run's entry is that of the run's last token, whatever the size of a block.
 """
@@ -23,15 +21,22 @@ from torch import Tensor
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import write_entries
 from atom.graph.ops.compressed import to_pool
-from atom.kernels.triton.attention.common import LOG2E, NOTHING, has_rows, wait_for_inputs
+from atom.kernels.triton.attention.common import (
+    LOG2E,
+    NOTHING,
+    begin_softmax,
+    has_rows,
+    sequence_bucket,
+    wait_for_inputs,
+)
+from atom.kernels.triton.attention.latent import MAX_SPLITS, Sums, choose_tiles, merge_sums
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 COUNTED = 512  # sequences at a time
 COLUMNS = 64  # of an entry that a program pools
-ROWS = 32  # tokens at a time, and keys
-KEYS = 64  # of an indexer at a time
-SCORES = 1 << 26  # in memory at a time
+ROWS = 32  # tokens that are pooled at a time
+MIN_PART = 64  # entries of a split
 TOKENS = 1024  # that a program finds
 
 
@@ -114,159 +119,161 @@ def paged_compress(kv: Tensor, gate: Tensor | None, bias: Tensor | None, cache: 
     return out
 
 
-@jit
-def _attend(q, best, total, acc, entries, columns, is_there, SCALE: tl.constexpr, DIM: tl.constexpr):
-    """Queries of heads [H, D] attend to entries at pointers [N], which are keys and values."""
-    factor: tl.constexpr = SCALE * LOG2E
-    keys = tl.load(entries[:, None] + columns[None, :], mask=is_there[:, None] & (columns < DIM)[None, :], other=0.0)
-    keys = keys.to(q.dtype)
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor
-    scores = tl.where(is_there[None, :], scores, NOTHING)
-    higher = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.where(is_there[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-    fade = tl.exp2(best - higher)
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(q.dtype), keys, acc * fade[:, None], input_precision="ieee")
-    return higher, total, acc
-
-
-@jit(do_not_specialize=["num_rows", "table_stride", "runs_stride"],
-     do_not_specialize_on_alignment=["starts", "lengths"])  # fmt: skip
-def _attend_both(
-    q, cache, table, sinks, runs, runs_table, selected, starts, lengths, out, num_rows, q_stride, table_stride,
-    runs_stride, SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
-    EVERY: tl.constexpr, ENTRIES: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Heads program_id(1) of token program_id(0). ENTRIES: of a block of runs; WINDOW, TOP_K: 0 for all"""
-    wait_for_inputs(PDL)
-    token = tl.program_id(0)
-    row = _find_row(starts, num_rows, token, BLOCK_S)
-    heads, columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    mask = (heads < HEADS)[:, None] & (columns < DIM)[None, :]
-    target = out + (token.to(tl.int64) * HEADS + heads)[:, None] * DIM + columns[None, :]
-    if row >= num_rows:
-        tl.store(target, tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty), mask=mask)
-        return
-    stop = tl.load(lengths + row) - tl.load(starts + row + 1) + token + 1  # the first position that it does not see
-    queries = tl.load(q + token.to(tl.int64) * q_stride + heads[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-    best, total = tl.full([BLOCK_H], NOTHING, tl.float32), tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    start = 0
-    if WINDOW > 0:
-        start = tl.maximum(stop - WINDOW, 0)
-    for first in range(start, stop, BLOCK_N):
-        positions = first + tl.arange(0, BLOCK_N)
-        is_there = positions < stop
-        blocks = tl.load(table + row * table_stride + positions // SIZE, mask=is_there, other=0).to(tl.int64)
-        entries = cache + (blocks * SIZE + positions % SIZE) * DIM
-        best, total, acc = _attend(queries, best, total, acc, entries, columns, is_there, SCALE, DIM)
-    if runs is not None:
-        num_runs = stop // EVERY
-        if TOP_K > 0:
-            num_runs = tl.minimum(num_runs, TOP_K)
-        for first in range(0, num_runs, BLOCK_N):
-            numbers = first + tl.arange(0, BLOCK_N)
-            is_there = numbers < num_runs
-            if TOP_K > 0:
-                numbers = tl.load(selected + token.to(tl.int64) * TOP_K + numbers, mask=is_there, other=-1)
-                is_there = numbers >= 0
-            places = (numbers * EVERY + EVERY - 1) // SIZE
-            blocks = tl.load(runs_table + row * runs_stride + places, mask=is_there, other=0).to(tl.int64)
-            entries = runs + (blocks * ENTRIES + numbers % ENTRIES) * DIM
-            best, total, acc = _attend(queries, best, total, acc, entries, columns, is_there, SCALE, DIM)
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=heads < HEADS, other=0.0).to(tl.float32) * LOG2E
-        higher = tl.maximum(best, sink)
-        fade = tl.exp2(best - higher)
-        total, acc = total * fade + tl.exp2(sink - higher), acc * fade[:, None]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
-
-
 def paged_mqa_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                         k_scale: Tensor | None = None, runs: PagedCache | None = None,
                         selected: Tensor | None = None, *, scale: float, window: int | None = None,
                         every: int = 1) -> Tensor:  # fmt: skip
-    """The op of this name, of a cache that is not in fp8."""
-    assert k_scale is None and has_rows(q), "entries in fp8 are not accepted, and heads lie side by side"
+    """The op of this name."""
+    assert has_rows(q) and cache.blocks.is_contiguous(), "rows have gaps"
+    assert selected is None or selected.is_contiguous(), "rows have gaps"
     (tokens, heads, dim), table, gpu = q.shape, batch.tables[cache.kind], find_gpu(q.device)
-    runs_table = table if runs is None else batch.tables[runs.kind]
-    rows = 16 if heads <= 16 else 32
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _attend_both[(tokens, -(-heads // rows))](
-        q, cache.blocks, table, sinks, None if runs is None else runs.blocks, runs_table, selected, batch.starts,
-        batch.lengths, out, len(table), q.stride(0), table.stride(0), runs_table.stride(0), scale, heads, dim,
-        window or 0, cache.blocks.shape[1], every, 1 if runs is None else runs.blocks.shape[1],
-        0 if selected is None else selected.shape[2], rows, ROWS if q.element_size() == 2 else 16,
-        max(16, next_power_of_2(dim)), COUNTED, num_warps=4 if rows == 16 else 8, num_stages=2, **gpu.options,
+    size, block_d = cache.blocks.shape[1], max(16, next_power_of_2(dim))
+    num_entries = table.shape[1] * size if window is None else window
+    runs_table, top_k = table, 0 if selected is None else selected.shape[2]
+    if runs is not None:
+        runs_table = batch.tables[runs.kind]
+        num_entries += top_k or runs_table.shape[1] * batch.block_size // every
+    tiles = choose_tiles(heads, block_d, q.element_size(), gpu.shared_memory, takes_64=gpu.capability < (10, 0))
+    num_tiles = tokens * -(-heads // tiles.rows)
+    num_splits = max(1, min(gpu.units // max(1, num_tiles), num_entries // MIN_PART, MAX_SPLITS))
+    out, weights = torch.empty_like(q, memory_format=torch.contiguous_format), None
+    if num_splits > 1:
+        out = q.new_empty(num_splits, *q.shape, dtype=torch.float32)
+        weights = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+    _attend_kernel[(num_tiles, num_splits)](
+        q, cache.blocks, table, k_scale, sinks, None if runs is None else runs.blocks, runs_table, selected,
+        batch.starts, batch.lengths, out, weights, tokens, len(table), num_splits, q.stride(0), table.stride(0),
+        runs_table.stride(0), SCALE=scale, HEADS=heads, DIM=dim, WINDOW=window or 0, SIZE=size, EVERY=every,
+        ENTRIES=1 if runs is None else runs.blocks.shape[1], TOP_K=top_k, BLOCK_H=tiles.rows, BLOCK_N=tiles.positions,
+        BLOCK_D=block_d, BLOCK_S=min(COUNTED, sequence_bucket(len(table))), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
-    return out
+    return merge_sums(Sums(out, weights), q.dtype)
 
 
-@jit(do_not_specialize=["num_rows", "table_stride", "first_token"],
+@jit(do_not_specialize=["num_tokens", "num_rows", "num_splits", "table_stride", "runs_stride"],
      do_not_specialize_on_alignment=["starts", "lengths"])  # fmt: skip
-def _score_runs(
-    q, weights, cache, table, starts, lengths, scores, num_rows, q_stride, weights_stride, table_stride, first_token,
-    width, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr,
+def _attend_kernel(
+    q, cache, table, k_scale, sinks, runs, runs_table, selected, starts, lengths, out, weights, num_tokens, num_rows,
+    num_splits, q_stride, table_stride, runs_stride, SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores program_id(1) of token first_token + program_id(0), -inf of runs that have not ended.
+    """Some heads of a token over what it sees: tiles of its window, then those of its runs; WINDOW, TOP_K: 0 for all.
 
-    weights None: each head's is 1
+    q [T, N, D] -> out [T, N, D] or, with weights fp32[splits, T, N], parts fp32[splits, T, N, D] and the log2 of what
+    each weighs. ENTRIES: of a block of runs
     """
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
     wait_for_inputs(PDL)
-    token = first_token + tl.program_id(0)
-    row = _find_row(starts, num_rows, token, BLOCK_S)
-    numbers = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = scores + tl.program_id(0).to(tl.int64) * width + numbers
-    num_runs = 0
+    tiles_each: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = tl.program_id(0) // tiles_each
+    heads, columns = tl.program_id(0) % tiles_each * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    is_head = heads < HEADS
+    row, stop = _find_row(starts, num_rows, token, BLOCK_S), 0
     if row < num_rows:
-        num_runs = (tl.load(lengths + row) - tl.load(starts + row + 1) + token + 1) // EVERY
-    summed = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    if tl.program_id(1) * BLOCK_N < num_runs:
-        is_there, columns = numbers < num_runs, tl.arange(0, BLOCK_D)
-        places = (numbers * EVERY + EVERY - 1) // SIZE
-        blocks = tl.load(table + row * table_stride + places, mask=is_there, other=0).to(tl.int64)
-        entries = cache + (blocks * ENTRIES + numbers % ENTRIES) * DIM
-        seen = is_there[:, None] & (columns < DIM)[None, :]
-        keys = tl.load(entries[:, None] + columns[None, :], mask=seen, other=0.0)
-        summed = tl.zeros([BLOCK_N], tl.float32)
-        for first in range(0, HEADS, BLOCK_H):
-            heads = first + tl.arange(0, BLOCK_H)
-            mask = (heads < HEADS)[:, None] & (columns < DIM)[None, :]
-            queries = tl.load(q + token.to(tl.int64) * q_stride + heads[:, None] * DIM + columns[None, :], mask=mask,
-                              other=0.0)  # fmt: skip
-            products = tl.dot(keys.to(queries.dtype), tl.trans(queries), input_precision="ieee")
-            products = tl.maximum(products, 0.0)
-            if weights is not None:
-                by_head = tl.load(weights + token.to(tl.int64) * weights_stride + heads, mask=heads < HEADS, other=0.0)
-                products *= by_head.to(tl.float32)[None, :]
-            summed += tl.sum(products, 1)
-        summed = tl.where(is_there, summed, float("-inf"))
-    tl.store(target, summed, mask=numbers < width)
+        stop = tl.load(lengths + row) - tl.load(starts + row + 1) + token + 1  # the first position that it does not see
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(stop - WINDOW, 0)
+    num_window = tl.cdiv(stop - start, BLOCK_N)
+    num_tiles, num_runs = num_window, 0
+    if runs is not None:
+        num_runs = stop // EVERY
+        if TOP_K > 0:
+            num_runs = tl.minimum(num_runs, TOP_K)
+        num_tiles += tl.cdiv(num_runs, BLOCK_N)
+    part = tl.cdiv(num_tiles, num_splits)
+    tile = tl.program_id(1) * part
+    end_tile = tl.minimum(tile + part, num_tiles)
+    rows = token.to(tl.int64) * HEADS + heads
+    out_rows = rows
+    if weights is not None:
+        out_rows += tl.program_id(1).to(tl.int64) * num_tokens * HEADS
+        if tile >= end_tile:
+            tl.store(weights + out_rows, tl.full([BLOCK_H], NOTHING, tl.float32), mask=is_head)
+            return
 
-
-def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
-                     every: int = 1) -> Tensor:  # fmt: skip
-    """The op of this name, of keys that are not in fp8: all scores of some tokens at a time, then the best of them."""
-    assert has_rows(q) and (weights is None or weights.stride(1) == 1), "heads lie side by side"
-    (tokens, heads, dim), table, gpu = q.shape, batch.tables[cache.kind], find_gpu(q.device)
-    width = table.shape[1] * batch.block_size // every
-    out = torch.full((tokens, 1, top_k), -1, dtype=torch.int32, device=q.device)
-    at_once = max(1, SCORES // max(width, 1))
-    for first in range(0, tokens, at_once):
-        num = min(at_once, tokens - first)
-        scores = torch.empty(num, width, dtype=torch.float32, device=q.device)
-        _score_runs[(num, -(-width // KEYS))](
-            q, weights, cache.blocks, table, batch.starts, batch.lengths, scores, len(table), q.stride(0),
-            0 if weights is None else weights.stride(0), table.stride(0), first, width, heads, dim, batch.block_size,
-            every, cache.blocks.shape[1], 16 if heads <= 16 else 32, KEYS, max(16, next_power_of_2(dim)), COUNTED,
-            num_warps=4, **gpu.options,
+    mask = is_head[:, None] & (columns < DIM)[None, :]
+    places = q + token.to(tl.int64) * q_stride + heads[:, None] * DIM + columns[None, :]
+    queries = tl.load(places, mask=mask, other=0.0)
+    best, total = begin_softmax(sinks, heads, is_head, tl.program_id(1) == 0)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    best, total, acc = _attend_entries(
+        queries, best, total, acc, cache, table + row.to(tl.int64) * table_stride, None, k_scale,
+        start + tile * BLOCK_N, tl.minimum(start + end_tile * BLOCK_N, stop), SCALE, DIM, SIZE, 1, SIZE, BLOCK_N,
+    )  # fmt: skip
+    if runs is not None:
+        if TOP_K > 0:
+            selected += token.to(tl.int64) * TOP_K
+        best, total, acc = _attend_entries(
+            queries, best, total, acc, runs, runs_table + row.to(tl.int64) * runs_stride, selected, None,
+            tl.maximum(tile - num_window, 0) * BLOCK_N, tl.minimum((end_tile - num_window) * BLOCK_N, num_runs),
+            SCALE, DIM, SIZE, EVERY, ENTRIES, BLOCK_N,
         )  # fmt: skip
-        best = scores.topk(min(top_k, width))
-        ids = best.indices.masked_fill(best.values == float("-inf"), -1)
-        out[first : first + num, 0, : ids.shape[1]] = ids.int()
-    return out
+    has_seen = total > 0
+    total = tl.where(has_seen, total, 1.0)
+    if weights is not None:
+        tl.store(weights + out_rows, tl.where(has_seen, best + tl.log2(total), NOTHING), mask=is_head)
+    acc = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + out_rows[:, None] * DIM + columns[None, :], acc, mask=mask)
+
+
+@jit
+def _attend_entries(
+    q, best, total, acc, cache, table, selected, k_scale, begin, end, SCALE: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows q [H, BLOCK_D] attend to a sequence's entries begin to end or, of those `selected`, to the ones there.
+
+    An entry is of EVERY tokens, and a key and a value; a place in the table is for SIZE tokens, or ENTRIES entries.
+    Numbers of entries are read two tiles ahead of these, and blocks one, so that a tile waits for neither.
+    """
+    factor = SCALE * LOG2E
+    if k_scale is not None:
+        factor = factor * k_scale
+    columns = tl.arange(0, q.shape[1])
+    slots = _find_slots(table, _find_numbers(selected, begin, end, BLOCK_N), SIZE, EVERY, ENTRIES)
+    numbers = _find_numbers(selected, begin + BLOCK_N, end, BLOCK_N)
+    for first in range(begin, end, BLOCK_N):
+        is_there = slots >= 0
+        mask = is_there[:, None]
+        if q.shape[1] != DIM:
+            mask = mask & (columns < DIM)[None, :]
+        keys = tl.load(cache + slots[:, None] * DIM + columns[None, :], mask=mask, other=0.0).to(q.dtype)
+        slots = _find_slots(table, numbers, SIZE, EVERY, ENTRIES)
+        numbers = _find_numbers(selected, first + 2 * BLOCK_N, end, BLOCK_N)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor
+        scores = tl.where(is_there[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shares = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(shares, 1)
+        if k_scale is not None:
+            shares *= k_scale
+        acc = tl.dot(shares.to(q.dtype), keys, acc * fade[:, None], input_precision="ieee")
+        best = higher
+    return best, total, acc
+
+
+@jit
+def _find_numbers(selected, begin, end, BLOCK_N: tl.constexpr):
+    """The entries i32[BLOCK_N] from `begin` on, or those selected there; -1 from `end` on."""
+    places = begin + tl.arange(0, BLOCK_N)
+    numbers = tl.where(places < end, places, -1)
+    if selected is not None:
+        numbers = tl.load(selected + places, mask=places < end, other=-1)
+    return numbers
+
+
+@jit
+def _find_slots(table, numbers, SIZE: tl.constexpr, EVERY: tl.constexpr, ENTRIES: tl.constexpr):
+    """Where in the cache the entries of these numbers are, i64; -1 if there are none."""
+    is_there = numbers >= 0
+    block = tl.load(table + (numbers * EVERY + EVERY - 1) // SIZE, mask=is_there, other=0).to(tl.int64)
+    # multiples of 1 only: Triton takes sums of a block's start and places in it for multiples of the block's size
+    return tl.where(is_there, tl.multiple_of(block * ENTRIES + numbers % ENTRIES, 1), -1)
 
 
 @jit

@@ -3,7 +3,8 @@
     q = write_index(q, k, cache, batch)                     # keys to their slots
     score_queries(q, weights, cache.blocks, rows, scores)   # fp32[R, positions]
 
-A query's score of a key is the sum over index heads of weight * relu(q . k). Keys are the rows of a matmul and the
+A query's score of a key is the sum over index heads of weight * relu(q . k). A key is of a token, or of a run of tokens
+that has ended. Keys are the rows of a matmul and the
 heads of some queries its columns, so that a sum over heads stays within a thread and its neighbours. A program has
 some queries of one sequence and a part of its keys. Scores of keys after a query mean nothing.
 """
@@ -75,10 +76,11 @@ def view_scales(cache: Tensor) -> Tensor | None:
     return cache.view(torch.float32) if cache.dtype is torch.float8_e4m3fn else None
 
 
-def score_queries(q: Tensor, weights: Tensor, cache: Tensor, rows: Rows, scores: Tensor) -> None:
-    """q [R, M, D], weights [R, M], cache [blocks, block size, E] -> scores fp32[R, positions]"""
+def score_queries(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, scores: Tensor) -> None:
+    """q [R, M, D], weights [R, M], None: 1, cache [blocks, entries of a block, E] -> scores fp32[R, entries]"""
     (num, heads, dim), gpu = q.shape, find_gpu(q.device)
-    assert q.stride(2) == weights.stride(1) == scores.stride(1) == 1 and cache.is_contiguous(), "rows have gaps"
+    assert q.stride(2) == scores.stride(1) == 1 and cache.is_contiguous(), "rows have gaps"
+    assert weights is None or weights.stride(1) == 1, "rows have gaps"
     block_h, block_d = (max(16, next_power_of_2(size)) for size in (heads, dim))
     tiles = choose_tiles(rows, block_h, q.element_size())
     if rows.starts is None:
@@ -91,8 +93,9 @@ def score_queries(q: Tensor, weights: Tensor, cache: Tensor, rows: Rows, scores:
     scales = view_scales(cache)
     _score_kernel[(num_tiles, num_splits)](
         q, weights, cache, scales, rows.table, rows.starts, rows.lengths, scores, len(rows.lengths), rows.first, num,
-        num_splits, rows.table.stride(0), q.stride(0), q.stride(1), weights.stride(0), scores.stride(0),
-        HEADS=heads, DIM=dim, ENTRY=cache.shape[2], BLOCK_SIZE=cache.shape[1], QUERIES=rows.queries,
+        num_splits, rows.table.stride(0), q.stride(0), q.stride(1), 0 if weights is None else weights.stride(0),
+        scores.stride(0),
+        HEADS=heads, DIM=dim, ENTRY=cache.shape[2], BLOCK_SIZE=cache.shape[1], QUERIES=rows.queries, EVERY=rows.every,
         BLOCK_S=rows.bucket, BLOCK_Q=tiles.queries, BLOCK_H=block_h, BLOCK_N=tiles.positions, BLOCK_D=block_d,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
@@ -114,8 +117,8 @@ def _write_kernel(k, cache, scales, slots, k_stride, DIM: tl.constexpr, ENTRY: t
     x = tl.load(k + token * k_stride + dims, mask=dims < DIM, other=0.0)
     if scales is not None:
         x = x.to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST) / FP8_MAX
-        x = tl.clamp(x / scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), SMALLEST), FP8_MAX)  # exact, as other divisions are not
+        x = tl.clamp(tl.div_rn(x, scale), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         tl.store(scales + slot * (ENTRY // 4) + DIM // 4 + dims, scale + dims * 0.0, mask=is_kept & (dims == 0))
     tl.store(cache + slot * ENTRY + dims, x.to(cache.dtype.element_ty), mask=is_kept)
 
@@ -127,8 +130,8 @@ def _write_kernel(k, cache, scales, slots, k_stride, DIM: tl.constexpr, ENTRY: t
 def _score_kernel(q, weights, cache, scales, table, starts, lengths, scores, num_sequences, first_token, num_tokens,
                   num_splits, table_stride, q_stride, head_stride, weight_stride, score_stride,
                   HEADS: tl.constexpr, DIM: tl.constexpr, ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                  QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  QUERIES: tl.constexpr, EVERY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr,
+                  BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Some queries of a sequence by a part of its keys; rows count from first_token."""
     wait_for_inputs(PDL)
     if starts is None:
@@ -153,7 +156,7 @@ def _score_kernel(q, weights, cache, scales, table, starts, lengths, scores, num
         row = token - first_token
         end_row = tl.minimum(end - first_token, num_tokens)
         newest = tl.load(lengths + sequence) - (end - token)
-    stop = newest + tl.minimum(BLOCK_Q, end_row - row)
+    stop = (newest + tl.minimum(BLOCK_Q, end_row - row)) // EVERY
     part = tl.cdiv(stop, num_splits * BLOCK_N) * BLOCK_N
     start = tl.program_id(1) * part
     stop = tl.minimum(stop, start + part)
@@ -165,7 +168,9 @@ def _score_kernel(q, weights, cache, scales, table, starts, lengths, scores, num
     is_own = (own_rows < end_row) & (heads < HEADS)
     places = q + own_rows[:, None] * q_stride + heads[:, None] * head_stride + dims[None, :]
     queries = tl.load(places, mask=is_own[:, None] & (dims < DIM)[None, :], other=0.0)
-    shares = tl.load(weights + own_rows * weight_stride + heads, mask=is_own, other=0.0).to(tl.float32)
+    shares = tl.where(is_own, 1.0, 0.0)
+    if weights is not None:
+        shares = tl.load(weights + own_rows * weight_stride + heads, mask=is_own, other=0.0).to(tl.float32)
     targets = row + tl.arange(0, BLOCK_Q)
     is_target = targets < end_row
     targets = targets.to(tl.int64) * score_stride

@@ -118,7 +118,7 @@ class PagedLatentAttention:
             if has_few and sums.weights is not None:
                 _merge_values(sums, weight, out[some])
             else:
-                _sum_values(_merge(sums, q.dtype), weight, out[some])
+                _sum_values(merge_sums(sums, q.dtype), weight, out[some])
         if tokens > num_queries:
             plan = None
             if sinks is None and window is None:
@@ -144,7 +144,7 @@ class PagedLatentAttention:
             if has_few and sums.weights is not None:
                 _merge_values(sums, weight, out[own])
             else:
-                _sum_values(_merge(sums, q.dtype), weight, out[own])
+                _sum_values(merge_sums(sums, q.dtype), weight, out[own])
 
     def _sum_chosen(self, q: Tensor, q_rope: Tensor, cache: Tensor, k_scale: Tensor | None, rows: Rows,
                     selected: Tensor, sinks: Tensor | None, scale: float) -> Sums:  # fmt: skip
@@ -227,7 +227,7 @@ class Sums(NamedTuple):
     weights: Tensor | None  # fp32[splits, N, T]
 
 
-def _merge(sums: Sums, dtype: torch.dtype) -> Tensor:
+def merge_sums(sums: Sums, dtype: torch.dtype) -> Tensor:
     """The sums [N, T, L] of all parts."""
     if sums.weights is None:
         return sums.parts
@@ -243,7 +243,7 @@ def _merge(sums: Sums, dtype: torch.dtype) -> Tensor:
 
 
 def _merge_values(sums: Sums, weight: Tensor, out: Tensor) -> None:
-    """`_merge` and `_sum_values` in one launch"""
+    """`merge_sums` and `_sum_values` in one launch"""
     (num_splits, heads, tokens, rank), (_, rows, _), gpu = sums.parts.shape, weight.shape, find_gpu(out.device)
     value = out.shape[2]
     _merge_values_kernel[(heads, tokens, -(-value // 16))](

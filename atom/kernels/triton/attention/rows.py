@@ -2,6 +2,8 @@
 
 for rows, own in split_rows("full", batch, len(q), at_once=1024):
     kernel[(rows.num,)](q[own], rows.table, rows.starts, rows.lengths, len(rows.lengths), rows.first, …)
+
+If several tokens have an entry together, tables list the blocks of entries.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Rows(NamedTuple):
     lengths: Tensor  # i32[S]
     first: int  # of these tokens, as starts count them
     num: int
+    every: int = 1  # tokens that have an entry together
 
     @property
     def queries(self) -> int:
@@ -36,23 +39,27 @@ class Rows(NamedTuple):
         return 1 if self.starts is None else sequence_bucket(len(self.lengths))
 
 
-def split_rows(kind: str, batch: Batch, num_tokens: int, at_once: int) -> Iterator[tuple[Rows, slice]]:
+def split_rows(kind: str, batch: Batch, num_tokens: int, at_once: int,
+               every: int = 1) -> Iterator[tuple[Rows, slice]]:  # fmt: skip
     """The tokens of decodes, then those of prompts; whole sequences of decodes, even if one has more than at_once."""
     table, num_decodes, queries = batch.tables[kind], batch.num_decodes, batch.query_len
+    if every > 1 and (step := every // batch.block_size) > 1:  # an entry's block is at its last token's place
+        table = table[:, step - 1 :: step].contiguous()
     decodes, at_once = max(1, at_once // queries), max(1, at_once)
     for first in range(0, num_decodes, decodes):
         some = slice(first, min(first + decodes, num_decodes))
         own = slice(some.start * queries, some.stop * queries)
-        yield Rows(table[some], None, batch.lengths[some], 0, own.stop - own.start), own
+        yield Rows(table[some], None, batch.lengths[some], 0, own.stop - own.start, every), own
     others = table[num_decodes:], batch.starts[num_decodes:], batch.lengths[num_decodes:]
     for first in range(num_decodes * queries, num_tokens, at_once):
         own = slice(first, min(first + at_once, num_tokens))
-        yield Rows(*others, own.start, own.stop - own.start), own
+        yield Rows(*others, own.start, own.stop - own.start, every), own
 
 
 @jit
-def count_seen(starts, lengths, num_sequences, token, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """A token's sequence, and how many positions it sees: none if it is of no sequence."""
+def count_seen(starts, lengths, num_sequences, token, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr,
+               EVERY: tl.constexpr):  # fmt: skip
+    """A token's sequence, and how many entries of EVERY tokens it sees: none if it is of no sequence."""
     if starts is None:
         sequence = token // QUERIES
         seen = tl.load(lengths + sequence) - QUERIES + token % QUERIES + 1
@@ -64,4 +71,4 @@ def count_seen(starts, lengths, num_sequences, token, QUERIES: tl.constexpr, BLO
         end = tl.load(starts + sequence + 1, mask=is_there, other=0)
         seen = tl.load(lengths + sequence, mask=is_there, other=0) - (end - token) + 1
         seen = tl.where(is_there, seen, 0)
-    return sequence, tl.maximum(seen, 0)
+    return sequence, tl.maximum(seen, 0) // EVERY

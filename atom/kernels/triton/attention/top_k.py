@@ -1,6 +1,7 @@
 """Choose the top k of each query's index scores, exactly.
 
-    selected = paged_index_topk(q, weights, cache, batch, top_k=2048)      # i32[T, 1, k]
+    selected = paged_index_topk(q, weights, cache, batch, top_k=2048)             # i32[T, 1, k]
+    runs = paged_index_topk(q, weights, cache, batch, top_k=512, every=4)         # numbers of runs of tokens
 
 A program holds a segment of a row in registers, bisects the integers that its scores are in order of until as many as
 are chosen lie above, and keeps these. What is left of all segments is a shorter row, of which another launch chooses,
@@ -24,7 +25,7 @@ from atom.kernels.triton.attention.rows import Rows, count_seen, split_rows
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
-Score = Callable[[Tensor, Tensor, Tensor, Rows, Tensor], None]  # see `score_queries`
+Score = Callable[[Tensor, Tensor | None, Tensor, Rows, Tensor], None]  # see `score_queries`
 SCRATCH_BYTES = 256 << 20  # of scores at a time
 SEGMENT, LAST_SEGMENT = 8192, 16384  # scores of a program; of one that has a row's last
 KEPT, KEPT_EACH = 8192, 32  # scores that the best are chosen of, if a program reads a row; of a thread
@@ -34,17 +35,21 @@ THREAD_SCORES = 16  # of a segment
 SIGN, LARGEST = tl.constexpr(0x80000000), tl.constexpr(0xFFFFFFFF)
 
 
-def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch, *, top_k: int,
-                     score: Score = score_queries) -> Tensor:  # fmt: skip
-    """q [T, M, D], weights [T, M], cache [blocks, block size, E] -> i32[T, 1, k]; all -1 of a token of no sequence"""
+def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
+                     every: int = 1, score: Score = score_queries) -> Tensor:  # fmt: skip
+    """q [T, M, D], weights [T, M], None: 1, cache [blocks, entries of a block, E] -> i32[T, 1, k]; all -1 of a token of
+    no sequence
+
+    every: tokens that have an entry together
+    """
     selected = torch.empty(len(q), 1, top_k, dtype=torch.int32, device=q.device)
     row_bytes = 4 * batch.tables[cache.kind].shape[1] * cache.blocks.shape[1]
-    for rows, own in split_rows(cache.kind, batch, len(q), SCRATCH_BYTES // max(1, row_bytes)):
-        _choose(q[own], weights[own], cache.blocks, rows, selected[own], score)
+    for rows, own in split_rows(cache.kind, batch, len(q), SCRATCH_BYTES // max(1, row_bytes), every):
+        _choose(q[own], None if weights is None else weights[own], cache.blocks, rows, selected[own], score)
     return selected
 
 
-def _choose(q: Tensor, weights: Tensor, cache: Tensor, rows: Rows, selected: Tensor, score: Score) -> None:
+def _choose(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, selected: Tensor, score: Score) -> None:
     """Choose some rows' positions."""
     width, top_k = rows.table.shape[1] * cache.shape[1], selected.shape[2]
     segment, last = find_segments(width, top_k)
@@ -80,7 +85,7 @@ def _select(scores: Tensor | None, positions: Tensor | None, left: Tensor | None
     _select_kernel[(rows.num, num_segments)](
         scores, positions, left, chosen, rows.starts, rows.lengths, len(rows.lengths), rows.first,
         0 if scores is None else scores.stride(0), chosen.stride(0), TOP_K=top_k, SEGMENT=segment, TILE=tile,
-        LEVEL=level, QUERIES=rows.queries, BLOCK_S=rows.bucket, BLOCK_K=next_power_of_2(top_k),
+        LEVEL=level, QUERIES=rows.queries, EVERY=rows.every, BLOCK_S=rows.bucket, BLOCK_K=next_power_of_2(top_k),
         num_warps=min(32, max(1, tile // (32 * THREAD_SCORES))), **find_gpu(chosen.device).options,
     )  # fmt: skip
 
@@ -95,8 +100,8 @@ def _select_from_stream(scores: Tensor, rows: Rows, selected: Tensor) -> None:
     _stream_kernel[(rows.num,)](
         scores, selected, buffer, positions, rows.starts, rows.lengths, len(rows.lengths), rows.first, scores.stride(0),
         selected.stride(0), TOP_K=top_k, KEPT=kept, STEP=min(STEP, kept // 2), PIECE=min(STEP, kept // 2),
-        BLOCK_S=rows.bucket, BLOCK_K=next_power_of_2(top_k), num_warps=min(32, max(1, kept // (32 * KEPT_EACH))),
-        **registers, **gpu.options,
+        EVERY=rows.every, BLOCK_S=rows.bucket, BLOCK_K=next_power_of_2(top_k),
+        num_warps=min(32, max(1, kept // (32 * KEPT_EACH))), **registers, **gpu.options,
     )  # fmt: skip
 
 
@@ -139,12 +144,12 @@ def place_chosen(order, border, num_chosen):
 )
 def _stream_kernel(scores, chosen, buffer, positions, starts, lengths, num_sequences, first_token, score_stride,
                    chosen_stride, TOP_K: tl.constexpr, KEPT: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr,
-                   BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   EVERY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A row of scores, STEP at a time: those above all known borders are kept, in order as integers, in a buffer
     i32[KEPT], with their positions i32[KEPT], and when that is full the best TOP_K of them."""
     wait_for_inputs(PDL)
     row = tl.program_id(0)
-    _, num = count_seen(starts, lengths, num_sequences, first_token + row, 0, BLOCK_S)
+    _, num = count_seen(starts, lengths, num_sequences, first_token + row, 0, BLOCK_S, EVERY)
     row = row.to(tl.int64)
     chosen += row * chosen_stride
     numbers = tl.arange(0, BLOCK_K)
@@ -204,7 +209,8 @@ def _stream_kernel(scores, chosen, buffer, positions, starts, lengths, num_seque
 )
 def _select_kernel(scores, positions, left, chosen, starts, lengths, num_sequences, first_token, score_stride,
                    chosen_stride, TOP_K: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr, LEVEL: tl.constexpr,
-                   QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   QUERIES: tl.constexpr, EVERY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """A segment of TILE scores of a row, which LEVEL launches have made shorter by segments of SEGMENT.
 
     positions: of scores; None: their places in the row. left: where scores of chosen ones go; None: this is the last
@@ -212,7 +218,7 @@ def _select_kernel(scores, positions, left, chosen, starts, lengths, num_sequenc
     """
     wait_for_inputs(PDL)
     row = tl.program_id(0)
-    _, num = count_seen(starts, lengths, num_sequences, first_token + row, QUERIES, BLOCK_S)
+    _, num = count_seen(starts, lengths, num_sequences, first_token + row, QUERIES, BLOCK_S, EVERY)
     for _ in tl.static_range(LEVEL):
         whole = tl.maximum(num - 1, 0) // SEGMENT
         num = whole * TOP_K + tl.minimum(num - whole * SEGMENT, TOP_K)

@@ -47,14 +47,16 @@ def make_counters(device: torch.device) -> Tensor:
 
 
 def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None, counters: Tensor,
-                    parameters: Matrix) -> Tensor:  # fmt: skip
+                    parameters: Matrix, heads: int = 1) -> Tensor:  # fmt: skip
     """multiply for up to MAX_ROWS normed rows x [T, I]. TileError if split columns have too many tiles.
 
     counters: of `make_counters`; calls that share them must run one after another
+    heads: of x [T, N I], by each of which its own rows of the weight [N O, I] are multiplied; whole tiles of them
     """
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     operand = operand_of(weight)
     tile = parameters.as_run(num_rows, gpu, operand.encoding)
+    assert rows % heads == 0 and (heads == 1 or rows // heads % tile.block_out == 0), "a tile has rows of two heads"
     block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = tile
     if operand.encoding.per_byte == 2 and (x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size())):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of columns are loaded as words
@@ -68,8 +70,8 @@ def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | 
         arrived = counters
     _matrix_kernel[(row_tiles, tiles, splits)](
         x, *operand[:4], bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
-        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, *operand.encoding.constants,
-        num_warps=warps, **gpu.options,
+        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, heads,
+        *operand.encoding.constants, num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y
 
@@ -214,8 +216,8 @@ def _matrix_kernel(
     x_ptr, weight_ptr, scales_ptr, zeros_ptr, factor_ptr, bias_ptr, y_ptr, partial_ptr, arrived_ptr, rows, out,
     x_stride, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, KIND: tl.constexpr,
-    VALUES: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    FACTOR: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, VALUES: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns; of bytes, where packed."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -228,6 +230,8 @@ def _matrix_kernel(
     first = tl.program_id(1) * NUM
     weight_row = weight_rows(first, out, BLOCK_O, KIND)
     weights = weight_ptr + weight_row * COLUMNS
+    if HEADS > 1:
+        x_ptr += first // (out // HEADS) * INNER
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH:

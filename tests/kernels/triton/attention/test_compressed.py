@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graph.ops.runs import Pools, in_steps, leaves
@@ -10,8 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from atom.graph import KV, Batch, PagedCache, Type, ops
+from atom.graph.ops.attention import to_entry
 from atom.kernels.triton.attention import compressed
+from atom.kernels.triton.attention import top_k as top_k_module
 from atom.kernels.triton.attention.compressed import paged_compress, paged_mqa_attention
+from atom.kernels.triton.attention.latent import merge_sums as merge
+from atom.kernels.triton.attention.top_k import paged_index_topk
+from atom.kernels.triton.gpu import find_gpu
 
 
 def cached(pools: Pools, state: KV) -> PagedCache:
@@ -65,9 +72,9 @@ def test_runs_without_a_gate_have_their_mean(triton_device, every, dim, block_si
 
 
 def attention_case(every: int, dim: int, heads: int, block_size: int, top_k: int | None, lengths: tuple[int, ...],
-                   chunks: list[tuple[int, int]]) -> tuple[list, dict]:  # fmt: skip
-    """The arguments of paged_mqa_attention, with NaN in slots that nobody has written."""
-    window = KV("0", Type("fp32", (dim,)), window=6)
+                   chunks: list[tuple[int, int]], size: int | None = 6) -> tuple[list, dict]:  # fmt: skip
+    """The arguments of paged_mqa_attention, with NaN in slots that nobody has written. size: of the window"""
+    window = KV("0", Type("fp32", (dim,)), window=size)
     kept = KV("0", Type("fp32", (dim,)), every=every)
     pools = Pools([window, kept], block_size, len(lengths))
     whole = pools.batch([(0, stop) for _, stop in chunks])
@@ -93,13 +100,23 @@ def attention_case(every: int, dim: int, heads: int, block_size: int, top_k: int
         cached(pools, kept),
         selected,
     ]
-    return args, {"scale": 0.3, "window": 6, "every": every}
+    return args, {"scale": 0.3, "window": size, "every": every}
+
+
+@pytest.fixture(params=[1, 3])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Parts of what a token sees, of which some are empty, or one."""
+    monkeypatch.setattr(compressed, "MIN_PART", 1)
+    monkeypatch.setattr(compressed, "find_gpu", lambda device: find_gpu(device)._replace(units=1000))
+    monkeypatch.setattr(compressed, "MAX_SPLITS", request.param)
+    return int(request.param)
 
 
 @pytest.mark.parametrize(("every", "top_k"), [(4, None), (4, 3), (32, None)])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 16), (20, 24)])
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_tokens_and_runs_are_attended_to_as_in_the_reference(triton_device, every, top_k, heads, dim, block_size):
+def test_tokens_and_runs_are_attended_to_as_in_the_reference(triton_device, splits, every, top_k, heads, dim,
+                                                             block_size, monkeypatch):  # fmt: skip
     args, attributes = attention_case(every, dim, heads, block_size, top_k, (40, 1, 63), [(33, 40), (0, 1), (62, 63)])
     expected = ops.paged_mqa_attention.body(*args, **attributes)
     q, *rest = args
@@ -107,16 +124,44 @@ def test_tokens_and_runs_are_attended_to_as_in_the_reference(triton_device, ever
     given = moved((longer, *rest), triton_device)
     if top_k is not None:
         given = (*given[:-1], torch.cat((given[-1], given[-1][:2])))  # type: ignore[index]
+    parts = []
+    monkeypatch.setattr(
+        compressed, "merge_sums", lambda sums, dtype: (parts.append(sums.weights), merge(sums, dtype))[1]
+    )
     made = paged_mqa_attention(*given, **attributes).cpu()  # type: ignore[misc]
     assert_equal(made[: len(q)], expected)
     assert not made[len(q) :].any()
+    (weights,) = parts
+    assert (weights is None) == (splits == 1)
+    assert weights is None or weights.shape == (splits, len(longer), heads)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 63, 64])
+@pytest.mark.parametrize("window", [None, 16])
+def test_contexts_end_at_any_place_of_a_tile(triton_device, splits, length, window):
+    args, attributes = attention_case(4, 16, 5, 16, None, (length,), [(length - 2, length)], window)
+    expected = ops.paged_mqa_attention.body(*args, **attributes)
+    assert_equal(paged_mqa_attention(*moved(args, triton_device), **attributes).cpu(), expected)  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_a_window_in_fp8_has_a_scale_and_runs_have_none(triton_device, splits, top_k):
+    args, attributes = attention_case(4, 24, 5, 16, top_k, (40, 63), [(33, 40), (62, 63)])
+    q, cache, batch, sinks, _, runs, *selected = args
+    k_scale = torch.tensor([0.02])
+    kept = cache._replace(blocks=to_entry(cache.blocks.nan_to_num(), torch.float8_e4m3fn, k_scale))
+    args = q, kept, batch, sinks, k_scale, runs, *selected
+    expected = ops.paged_mqa_attention.body(*args, **attributes)
+    moved_args = tree_map_only(Tensor, lambda x: x.to(triton_device), args)
+    assert_equal(paged_mqa_attention(*moved_args, **attributes).cpu(), expected)
 
 
 @pytest.mark.parametrize(("every", "top_k"), [(4, 3), (4, 40), (32, 2)])
 @pytest.mark.parametrize(("heads", "dim", "is_weighted"), [(24, 12, True), (40, 32, True), (24, 12, False)])
 def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads, dim, is_weighted, monkeypatch):
     """Of few heads scores would be 0 and tie."""
-    monkeypatch.setattr(compressed, "SCORES", 40)  # several launches
+    monkeypatch.setattr(top_k_module, "SCRATCH_BYTES", 4 * 40)  # several launches
     kept = KV("0", Type("fp32", (dim,)), every=every, part="index")
     pools, chunks = Pools([kept], 8, 3), [(33, 40), (0, 1), (62, 63)]
     whole = pools.batch([(0, stop) for _, stop in chunks])
@@ -124,9 +169,45 @@ def test_runs_are_chosen_as_in_the_reference(triton_device, every, top_k, heads,
     ops.write_index.body(q, keys, cached(pools, kept), whole, every=every)
     args = q, torch.randn(9, heads) if is_weighted else None, cached(pools, kept), pools.batch(chunks)
     expected = ops.paged_index_topk.body(*args, top_k=top_k, every=every)
-    made = compressed.paged_index_topk(*moved(args, triton_device), top_k=top_k, every=every).cpu()  # type: ignore[misc]
+    made = paged_index_topk(*moved(args, triton_device), top_k=top_k, every=every).cpu()  # type: ignore[misc]
     assert torch.equal(made.sort(2).values, expected.sort(2).values)
     assert torch.equal(made < 0, expected < 0), "those chosen come first"
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("every", [4, 32])
+def test_decodes_choose_runs_ahead_of_prompts(triton_device, query_len, every, monkeypatch):
+    monkeypatch.setattr(top_k_module, "SEGMENT", 4)  # what is chosen of segments is chosen from again
+    monkeypatch.setattr(top_k_module, "LAST_SEGMENT", 8)
+    kept = KV("0", Type("fp32", (16,)), every=every, part="index")
+    pools = Pools([kept], 8, 3)
+    chunks = [(63 - query_len, 63), (40 - query_len, 40), (1, 64)]
+    whole = pools.batch([(0, stop) for _, stop in chunks])
+    tokens = 2 * query_len + 63
+    q, keys = torch.randn(tokens, 24, 16), torch.randn(sum(stop for _, stop in chunks), 16)
+    ops.write_index.body(q, keys, cached(pools, kept), whole, every=every)
+    batch = pools.batch(chunks)._replace(num_decodes=2, query_len=query_len)
+    args = q, torch.randn(tokens, 24), cached(pools, kept), batch
+    expected = ops.paged_index_topk.body(*args, top_k=3, every=every)
+    made = paged_index_topk(*moved(args, triton_device), top_k=3, every=every).cpu()  # type: ignore[misc]
+    assert torch.equal(made.sort(2).values, expected.sort(2).values)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+def test_keys_of_runs_in_fp8_have_scales_of_their_own(triton_device):
+    case = KV("0", Type("fp8_e4m3", (20,)), every=4, part="index")
+    pools = Pools([replace(case, type=Type("fp32", (20,)))], 8, 1)
+    (state,) = pools.caches
+    keys = torch.randn(2 * 60, 16)[::2]
+    entries = torch.zeros(1 + pools.caches[state].tensor.shape[0], 2, 20).to(torch.float8_e4m3fn)
+    cache = PagedCache(entries, state.kind)
+    q = torch.randn(3, 24, 16)
+    ops.write_index.body(q, keys, cache, pools.batch([(0, 60)]), every=4)
+    args = q, torch.randn(3, 24), cache, pools.batch([(57, 60)])
+    expected = ops.paged_index_topk.body(*args, top_k=5, every=4)
+    there = tree_map_only(Tensor, lambda x: x.to(triton_device), args)
+    made = paged_index_topk(*there, top_k=5, every=4).cpu()
+    assert torch.equal(made.sort(2).values, expected.sort(2).values)
 
 
 @pytest.mark.parametrize(("groups", "every"), [(1, 4), (2, 3)])

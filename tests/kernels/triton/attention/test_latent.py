@@ -114,9 +114,10 @@ def test_leading_sequences_of_several_queries_each(query_len, heads, prompts, sp
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1, False), (20, True)])
 def test_sinks_and_windows(window, has_sinks, splits, triton_device):
     case = make_latent_case([1, 70, 33], [(7, 30), (40, 50)], heads=3, window=window, foreign=math.nan)
-    attributes = {"scale": 0.3, "window": window, "sinks": torch.tensor([-2.0, 0.5, 4.0]) if has_sinks else None}
-    out = PagedLatentAttention()(*on(case, triton_device), **attributes).cpu()
-    assert_equal(out, reference(case, **attributes))
+    attributes, sinks = {"scale": 0.3, "window": window}, torch.tensor([-2.0, 0.5, 4.0]) if has_sinks else None
+    there = None if sinks is None else sinks.to(triton_device)
+    out = PagedLatentAttention()(*on(case, triton_device), sinks=there, **attributes).cpu()
+    assert_equal(out, reference(case, sinks=sinks, **attributes))
 
 
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])

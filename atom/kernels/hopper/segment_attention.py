@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.kernels.hopper.gluon import async_load, jit, reinterpret
-from atom.kernels.hopper.prefill_attention import find_tile, multiply_keys, read_plan, write_plan
+from atom.kernels.hopper.prefill_attention import SEQUENCES, SOUGHT, multiply_keys, read_plan, write_plan
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.attention import segments
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, wait_for_inputs
@@ -40,8 +40,47 @@ KEYS = gl.constexpr(128)  # of a tile of keys and values
 COLUMNS = gl.constexpr(64)  # dims of a head that are multiplied first
 STAGES = gl.constexpr(2)
 SIDES = gl.constexpr(2)  # tiles of queries in memory
+MAX_PATCHES = gl.constexpr(0x7FFFFFFF)
 MIN_REST = 16  # dims after these, of a product
 MIN_PATCHES = 512  # of a segment on average, from which on it is faster than Triton's kernel
+
+
+@jit
+def add(a, b):
+    return a + b
+
+
+@jit
+def count_tiles(starts, num_segments, some):
+    """Of segments from `some` on: their ends, tiles of queries, and which of them there are."""
+    each = some + gl.arange(0, SOUGHT, layout=SEQUENCES)
+    is_there = each < num_segments
+    begins = gl.load(starts + each, mask=is_there, other=0)
+    ends = gl.load(starts + each + 1, mask=is_there, other=0)
+    return ends, gl.cdiv(ends - begins, ROWS), is_there
+
+
+@jit
+def count_all_tiles(starts, num_segments):
+    total = 0
+    for some in range(0, num_segments, SOUGHT):
+        total += gl.sum(count_tiles(starts, num_segments, some)[1], 0)
+    return total
+
+
+@jit
+def find_tile(starts, num_segments, tile):
+    """The first patch of the segment that a tile is of, its end, and the tile's first query."""
+    first, end, num_before, num_counted = 0, MAX_PATCHES, 0, 0
+    for some in range(0, num_segments, SOUGHT):
+        ends, counts, is_there = count_tiles(starts, num_segments, some)
+        counted = num_counted + gl.associative_scan(counts, 0, add)
+        is_before = is_there & (counted <= tile)
+        num_before = gl.maximum(num_before, gl.max(gl.where(is_before, counted, 0), 0))
+        first = gl.maximum(first, gl.max(gl.where(is_before, ends, 0), 0))
+        end = gl.minimum(end, gl.min(gl.where(is_there & (counted > tile), ends, MAX_PATCHES), 0))
+        num_counted += gl.sum(counts, 0)
+    return first, end, first + (tile - num_before) * ROWS
 
 
 @jit
@@ -53,7 +92,7 @@ def load(boxed, rest, row, head, boxes, rest_boxes, index, ready, REST: gl.const
 
 
 @jit
-def produce(q, k, v, q_rest, k_rest, v_rest, starts, num_segments, num_patches, memory, HEADS: gl.constexpr,
+def produce(q, k, v, q_rest, k_rest, v_rest, starts, num_segments, memory, HEADS: gl.constexpr,
             REST: gl.constexpr):  # fmt: skip
     """Produce this program's tiles one after another: the plan and queries of each, and its keys and values, the last
     ones first."""
@@ -63,32 +102,29 @@ def produce(q, k, v, q_rest, k_rest, v_rest, starts, num_segments, num_patches, 
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
     BYTES: gl.constexpr = (COLUMNS + REST) * 2  # of a row
-    num_places = num_patches // ROWS + num_segments + 1
+    total = count_all_tiles(starts, num_segments)
     number, base = 0, 0
-    for item in range(gl.program_id(0), num_places * HEADS, gl.num_programs(0)):
-        head, tile = item // num_places, item % num_places
-        found = find_tile(starts, num_segments, 0, num_patches, tile, ROWS)
-        first, end, place = found[1], found[2], found[3]
-        begin = first + place
-        if (place >= 0) & (begin < end):
-            side = number % SIDES
-            mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
-            for half in gl.static_range(2):
-                load(q, q_rest, begin + half * HALF, head, q_boxes, q_rests, side * 2 + half, q_ready.index(side), REST)
-            num_tiles = gl.cdiv(end - first, KEYS)
-            write_plan(plans.index(side), num_tiles, first, head, begin, end, 0)
-            mbarrier.expect(q_ready.index(side), ROWS * BYTES)  # after the plan, whose arrival it signals too
-            for step in range(num_tiles):
-                slot, phase = (base + step) % STAGES, (base + step) // STAGES & 1 ^ 1
-                row = first + (num_tiles - 1 - step) * KEYS
-                mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(k_ready.index(slot), KEYS * BYTES)
-                load(k, k_rest, row, head, k_boxes, k_rests, slot, k_ready.index(slot), REST)
-                mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(v_ready.index(slot), KEYS * BYTES)
-                load(v, v_rest, row, head, v_boxes, v_rests, slot, v_ready.index(slot), REST)
-            number += 1
-            base += num_tiles
+    for item in range(gl.program_id(0), total * HEADS, gl.num_programs(0)):
+        head = item // total
+        first, end, begin = find_tile(starts, num_segments, item % total)
+        side = number % SIDES
+        mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
+        for half in gl.static_range(2):
+            load(q, q_rest, begin + half * HALF, head, q_boxes, q_rests, side * 2 + half, q_ready.index(side), REST)
+        num_tiles = gl.cdiv(end - first, KEYS)
+        write_plan(plans.index(side), num_tiles, first, head, begin, end, 0)
+        mbarrier.expect(q_ready.index(side), ROWS * BYTES)  # after the plan, whose arrival it signals too
+        for step in range(num_tiles):
+            slot, phase = (base + step) % STAGES, (base + step) // STAGES & 1 ^ 1
+            row = first + (num_tiles - 1 - step) * KEYS
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(k_ready.index(slot), KEYS * BYTES)
+            load(k, k_rest, row, head, k_boxes, k_rests, slot, k_ready.index(slot), REST)
+            mbarrier.wait(v_free.index(slot), phase)
+            mbarrier.expect(v_ready.index(slot), KEYS * BYTES)
+            load(v, v_rest, row, head, v_boxes, v_rests, slot, v_ready.index(slot), REST)
+        number += 1
+        base += num_tiles
     side = number % SIDES
     mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
     write_plan(plans.index(side), 0, 0, 0, 0, 0, 0)
@@ -236,9 +272,9 @@ def consume(out, memory, SCALE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.const
         num_tiles = read_plan(plans.index(number % SIDES), 0)
 
 
-@jit(do_not_specialize=["num_segments", "num_patches"], do_not_specialize_on_alignment=["starts"])
+@jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["starts"])
 def _segment_attention(
-    q, k, v, q_rest, k_rest, v_rest, starts, out, num_segments, num_patches, SCALE: gl.constexpr, HEADS: gl.constexpr,
+    q, k, v, q_rest, k_rest, v_rest, starts, out, num_segments, SCALE: gl.constexpr, HEADS: gl.constexpr,
     DIM: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS queries by one of HEADS heads, all of a head before those of the next: they read the same keys."""
@@ -281,7 +317,7 @@ def _segment_attention(
         [
             (consume, (out, memory, SCALE, HEADS, DIM, REST, 0)),
             (consume, (out, memory, SCALE, HEADS, DIM, REST, 1)),
-            (produce, (q, k, v, q_rest, k_rest, v_rest, starts, num_segments, num_patches, memory, HEADS, REST)),
+            (produce, (q, k, v, q_rest, k_rest, v_rest, starts, num_segments, memory, HEADS, REST)),
         ],
         [4, 1],  # warps
         [208, 88],  # registers a thread
@@ -321,7 +357,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Ten
     num_segments = len(starts) - 1
     num_items = (num_patches // ROWS.value + num_segments + 1) * heads
     _segment_attention[(min(find_gpu(q.device).units, num_items),)](
-        *boxes, *rests, starts, out, num_segments, num_patches, scale, heads, dim, rest, num_warps=4, maxnreg=168,
+        *boxes, *rests, starts, out, num_segments, scale, heads, dim, rest, num_warps=4, maxnreg=168,
         launch_pdl=True,
     )  # fmt: skip
     return out

@@ -140,6 +140,10 @@ def _atomic_add(pointer: Pointer, x: int, **_: Any) -> Any:
     return before
 
 
+def _scan(x: Tensor, dim: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+    return value(torch.stack(list(itertools.accumulate(x.unbind(dim), combine)), dim))
+
+
 class Kernel:
     def __init__(self, run: Callable[..., None], language: Any) -> None:
         self.run, self.language = run, language
@@ -176,6 +180,8 @@ def _language() -> Any:
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        max=torch.amax, min=torch.amin, associative_scan=_scan,
         where=torch.where, join=lambda a, b: torch.stack((a, b), -1), sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
         exp=torch.exp, rsqrt=torch.rsqrt, sigmoid=torch.sigmoid,
         expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,

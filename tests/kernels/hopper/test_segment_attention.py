@@ -9,11 +9,12 @@ import pytest
 import torch
 from kernels.checks import assert_as_near
 from kernels.compiling import compile_for_hopper
+from kernels.hopper.emulated import Pointer, emulate
 
 from atom.graph import ops
 from atom.graph.types import Type
 from atom.kernels.backend import Target
-from atom.kernels.hopper import GLUON, accepts_segments
+from atom.kernels.hopper import GLUON, accepts_segments, segment_attention
 
 HOPPER = Target("cuda", frozenset({GLUON}))
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
@@ -27,6 +28,22 @@ def test_it_takes_heads_of_towers_in_bf16(dim: int, dtype: str, reason: str | No
     q = Type(dtype, ("P", 16, dim))
     refused = accepts_segments(HOPPER, q, q, q, Type("i32", ("S",)), scale=0.1)
     assert refused is None if reason is None else reason in str(refused)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (0, 128, 0), (129, 1, 0, 127, 128, 0, 257), (4096, 4096), (64,) * 9, (0,)], ids=str
+)
+def test_tiles_are_found_one_after_another(sizes: tuple[int, ...]):
+    """Of 4 segments that are looked at together: 7, 9 and fewer; no number has a tile that is empty."""
+    program = emulate(segment_attention, SOUGHT=4)
+    starts = [0, *itertools.accumulate(sizes)]
+    expected = [
+        (first, end, begin) for first, end in itertools.pairwise(starts) for begin in range(first, end, program.ROWS)
+    ]
+    pointer = Pointer(torch.tensor(starts, dtype=torch.int32))
+    assert program.count_all_tiles(pointer, len(sizes)) == len(expected)
+    found = [tuple(map(int, program.find_tile(pointer, len(sizes), tile))) for tile in range(len(expected))]
+    assert found == expected
 
 
 COMPILE = """
@@ -64,7 +81,7 @@ def test_it_compiles():
 @pytest.mark.parametrize("dim", [64, 72, 80, 88, 96, 104, 128])
 @pytest.mark.parametrize("heads", [1, 3, 16])
 @pytest.mark.parametrize(
-    "sizes", [(1,), (128,), (129, 1, 0, 127, 128, 0), (4096, 1, 900), (64,) * 40, (1000, 257)], ids=str
+    "sizes", [(1,), (128,), (129, 1, 0, 127, 128, 0), (4096, 1, 900), (5, 0) * 70, (1000, 257)], ids=str
 )
 def test_segments_are_as_near_as_the_reference(heads: int, dim: int, sizes: tuple[int, ...]):
     """Whether it would be chosen or not; q, k and v are views of one output."""

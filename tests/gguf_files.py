@@ -17,6 +17,7 @@ from typing import Any
 from zlib import crc32
 
 import gguf
+import gguf_towers
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -57,6 +58,14 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForConditionalGeneration": gguf.MODEL_ARCH.QWEN35MOE,
 }
+TEXTS = {  # of models that read images and have texts of several families, by the text's model_type
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+}
 PROJECTORS = {
     "Mistral3ForConditionalGeneration": gguf.VisionProjectorType.PIXTRAL,
     "LlavaForConditionalGeneration": gguf.VisionProjectorType.PIXTRAL,
@@ -69,16 +78,30 @@ PROJECTORS = {
     "Qwen3VLMoeForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
     "Qwen3_5ForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
     "Qwen3_5MoeForConditionalGeneration": gguf.VisionProjectorType.QWEN3VL,
+    "InternVLForConditionalGeneration": gguf.VisionProjectorType.INTERNVL,
+    "Lfm2VlForConditionalGeneration": gguf.VisionProjectorType.LFM2,
+    "Kimi_K25ForConditionalGeneration": gguf.VisionProjectorType.KIMIK25,
+    "Gemma4ForConditionalGeneration": gguf.VisionProjectorType.GEMMA4V,
 }
 GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 Tensors = Iterator[tuple[str, torch.Tensor]]
-TOWER = re.compile(r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.|vision_model\.|connector\.)")
+TOWER = re.compile(
+    r"(?:model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.|vision_model\.|connector\.|mm_projector\.|embed_vision\.)"
+)
 TEXT = re.compile(r"(?:model\.(?:language|text)_model\.|language_model\.(?=model\.|lm_head))")
 TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "boi_token_index": "<start_of_image>",
     "image_token_index": "<image_soft_token>",
+}
+OTHER_TOKENS = {  # of a projector's models
+    gguf.VisionProjectorType.PIXTRAL: {"image_token_index": "[IMG]"},
+    gguf.VisionProjectorType.IDEFICS3: {"image_token_id": "<image>"},
+    gguf.VisionProjectorType.INTERNVL: {"image_token_id": "<IMG_CONTEXT>"},
+    gguf.VisionProjectorType.LFM2: {"image_token_id": "<image>"},
+    gguf.VisionProjectorType.KIMIK25: {"image_token_id": "<|media_pad|>"},
+    gguf.VisionProjectorType.GEMMA4V: {"image_token_id": "<|image|>"},
 }
 
 
@@ -94,7 +117,8 @@ def convert(
     """
     whole = json.loads((folder / "config.json").read_text())
     config = whole | whole.get("text_config", {})
-    arch = ARCHITECTURES[whole["architectures"][0]]
+    (architecture,) = whole["architectures"]
+    arch = ARCHITECTURES[architecture] if architecture in ARCHITECTURES else TEXTS[whole["text_config"]["model_type"]]
     if arch is gguf.MODEL_ARCH.NEMOTRON_H:
         kinds = config["layers_block_type"]
         config["num_hidden_layers"] = len(kinds)
@@ -107,9 +131,7 @@ def convert(
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not TOWER.match(name)
     }
-    texts = TOKENS | ({"image_token_id": "<image>"} if arch is gguf.MODEL_ARCH.LLAMA else {})
-    if PROJECTORS.get(whole["architectures"][0]) is gguf.VisionProjectorType.PIXTRAL:
-        texts = {"image_token_index": "[IMG]"}
+    texts = OTHER_TOKENS.get(PROJECTORS.get(architecture, ""), TOKENS)
     if named := {whole[key]: text for key, text in texts.items() if key in whole}:
         writer.add_token_list([named.get(id, f"<{id}>") for id in range(config["vocab_size"])])
     rope = config.get("rope_parameters") or {}
@@ -289,7 +311,7 @@ def write_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    writer.add_expert_gating_func(GATING["sigmoid" if "V3" in config["architectures"][0] else "softmax"])
+    writer.add_expert_gating_func(GATING["softmax" if "V2" in config["architectures"][0] else "sigmoid"])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
@@ -707,43 +729,57 @@ def convert_tower(folder: Path, path: Path, *, kind: str = "F32", is_old: bool =
     )
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(PROJECTORS[architecture])
+    projector = PROJECTORS[architecture]
+    if projector is gguf.VisionProjectorType.GEMMA4V:
+        writer.add_clip_vision_projector_type(projector)
+    else:
+        writer.add_clip_projector_type(projector)
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    writer.add_vision_image_size(vision.get("image_size", 560))
-    writer.add_vision_patch_size(vision["patch_size"])
+    image, patch = (vision.get(key) for key in ("image_size", "patch_size"))
+    image = gguf_towers.OTHER_SIZES.get(projector, vision.get("pos_emb_height", 0) * patch or image or 560)
+    writer.add_vision_image_size(image[0] if isinstance(image, list) else image)
+    writer.add_vision_patch_size(patch[0] if isinstance(patch, list) else patch)
     writer.add_vision_embedding_length(hidden)
     writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
     writer.add_vision_block_count(layers)
     writer.add_vision_head_count(vision.get("num_heads", vision.get("num_attention_heads")))
-    writer.add_vision_image_mean(processor["image_mean"])
-    writer.add_vision_image_std(processor["image_std"])
-    writer.add_vision_attention_layernorm_eps(vision.get("layer_norm_eps", config["text_config"]["rms_norm_eps"]))
+    writer.add_vision_image_mean(processor.get("image_mean", [0.0] * 3))
+    writer.add_vision_image_std(processor.get("image_std", [1.0] * 3))
+    eps = vision.get("layer_norm_eps", config["text_config"].get("rms_norm_eps"))
+    writer.add_vision_attention_layernorm_eps(gguf_towers.EPS.get(projector, eps))
+    if projector in gguf_towers.PARAMETERS:
+        gguf_towers.PARAMETERS[projector](writer, config, processor)
     deep = vision.get("deepstack_visual_indexes", [])
-    if PROJECTORS[architecture] is gguf.VisionProjectorType.GEMMA3:
+    if projector is gguf.VisionProjectorType.GEMMA3:
         writer.add_vision_use_gelu(True)
         side = vision["image_size"] // vision["patch_size"]
         writer.add_vision_projector_scale_factor(side // math.isqrt(config["mm_tokens_per_image"]))
-    if PROJECTORS[architecture] is gguf.VisionProjectorType.IDEFICS3:
+    if projector is gguf.VisionProjectorType.IDEFICS3:
         writer.add_vision_use_gelu(True)
         writer.add_vision_projector_scale_factor(config["scale_factor"])
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
-    if PROJECTORS[architecture] is gguf.VisionProjectorType.PIXTRAL:  # conversion/llava.py
+    if projector is gguf.VisionProjectorType.PIXTRAL:  # conversion/llava.py
         writer.add_vision_use_silu(vision["hidden_act"] == "silu")
         if "spatial_merge_size" in config:
             writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
-    if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN25VL:
+    if projector is gguf.VisionProjectorType.QWEN25VL:
         writer.add_vision_use_silu(True)
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
-    if PROJECTORS[architecture] is gguf.VisionProjectorType.QWEN3VL:
+    if projector is gguf.VisionProjectorType.QWEN3VL:
         writer.add_vision_use_gelu(True)
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
         writer.add_vision_is_deepstack_layers([layer in deep for layer in range(layers)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 3))  # linear_2 is a block, too
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        is_pixtral = PROJECTORS[architecture] is gguf.VisionProjectorType.PIXTRAL
-        if is_pixtral and TOWER.match(name) and re.search(r"[qk]_proj\.", name):
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))  # linear_2 and mlp1.3 are blocks, too
+    stored = load_file(folder / "model.safetensors").items()
+    for name, tensor in ((TOWER.sub("", name), tensor.float()) for name, tensor in stored if TOWER.match(name)):
+        if projector is gguf.VisionProjectorType.PIXTRAL and re.search(r"[qk]_proj\.", name):
             tensor = in_pairs(tensor, vision["num_attention_heads"])
-        for mapped, each in rename_tower(TOWER.sub("", name), tensor.float(), names, deep) if TOWER.match(name) else ():
+        if rule := gguf_towers.RULES.get(projector):
+            renamed = ((names.get_name(own, gguf_towers.SUFFIXES), each) for own, each in rule(name, tensor, config))
+        else:
+            renamed = rename_tower(name, tensor, names, deep)
+        for mapped, each in renamed:
+            assert mapped is not None, name
             array, own = np.ascontiguousarray(each.numpy()), gguf.GGMLQuantizationType.F32
             if array.ndim == 2 and "position" not in mapped and array.shape[1] % 32 == 0:
                 own = gguf.GGMLQuantizationType[kind]

@@ -118,23 +118,31 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     assert engine.metrics.num_encoded_images == 3, "once each, for all chunks"
 
 
-def test_the_tower_may_be_an_mmproj_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, *others = gemma.FAMILIES["Gemma3"]
-    monkeypatch.setitem(gemma.FAMILIES, "Gemma3", ({**text, "query_pre_attn_scalar": 256}, *others))  # of such files
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", pytest.param("Gemma4 small", marks=pytest.mark.slow)])
+def test_the_tower_may_be_an_mmproj_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tower, *others = gemma.FAMILIES[name]
+    if name == "Gemma3":
+        text = {**text, "query_pre_attn_scalar": 256}  # of all such files, as the eps
+    else:
+        tower = {**tower, "rms_norm_eps": 1e-6, "use_clipped_linears": True}
+    monkeypatch.setitem(gemma.FAMILIES, name, (text, tower, *others))
     folder, path = tmp_path / "model", tmp_path / "tiny.gguf"
-    model, processor = gemma.save("Gemma3", folder)
+    model, processor = gemma.save(name, folder)
     gguf_files.convert(folder, path)
     gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
-    images, placed = draw(*SIZES), None
+    images, placed, prompt = draw(*SIZES), None, prompt_of(name)
     for checkpoint in (folder, path):  # the file has no tokenizer
         engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 22, images=True)
-        placed = placed or place_text(engine, PROMPT, images)
+        placed = placed or place_text(engine, prompt, images)
         logits = logits_of(engine, *placed)
         engine.close()
-    assert_same_logits(logits, gemma.logits(model, gemma.read(processor, PROMPT, images)))
+    assert_same_logits(logits, gemma.logits(model, gemma.read(processor, prompt, images)))
     ours, hub = (load_with_images(checkpoint).model.vision for checkpoint in (path, folder))
     assert ours is not None and hub is not None
-    assert replace(ours, weights={}, std=[], mean=[]) == replace(hub, weights={}, std=[], mean=[])
+    same: dict[str, Any] = {"weights": {}, "std": [], "mean": [], "patch_order": "channel"}
+    same |= {} if name == "Gemma3" else {"area": 280 * 3**2}  # of the released models
+    assert replace(ours, **same) == replace(hub, **same)
+    assert ours.area == (None if name == "Gemma3" else 280 * 3**2)
 
 
 @pytest.mark.parametrize("name", gemma.FAMILIES)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import lfm2_vl
 import pytest
 import torch
@@ -96,6 +97,25 @@ def test_two_ranks_give_the_same(open_model: Any) -> None:
 @pytest.mark.slow
 def test_a_compiled_tower_gives_the_same(open_model: Any) -> None:
     assert_greedy(*open_model(level=2))
+
+
+@pytest.mark.parametrize("text", ["lfm2", pytest.param("lfm2_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_tower_may_be_an_mmproj_file(text: str, has_norm: bool, tmp_path: Path, open_engine: Any) -> None:
+    folder, path, images = tmp_path / "model", tmp_path / "tiny.gguf", [lfm2_vl.draw(*size) for size in SIZES]
+    model, processor = lfm2_vl.save(folder, text, projector_use_layernorm=has_norm)
+    gguf_files.convert(folder, path)
+    gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
+    hub, engine = open_engine(folder), open_engine(path)
+    placed = place_text(hub, PROMPT, images)  # the file has no tokenizer
+    read = lfm2_vl.read(processor, PROMPT, images)
+    assert_same_logits(logits_of(engine, *placed), lfm2_vl.logits(model, read))
+    ours, theirs = engine.config.model.vision, hub.config.model.vision
+    of_files = {"mean", "std", "weights", "patch_order", "min_pixels", "max_pixels", "tiles"}  # fixed, or rounded
+    assert vars(ours).keys() == vars(theirs).keys()
+    assert [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name) and name not in of_files] == []
+    released = TilesConfig(fit="ratio", side=512, min=2, max=10, over=2 * 256 * 8**2)
+    assert (ours.min_pixels, ours.max_pixels, ours.tiles) == (64 * 8**2, 256 * 8**2, released)
 
 
 def normalized(image: Image, config: Config) -> list[torch.Tensor]:

@@ -126,7 +126,7 @@ model.sections.0: layers loops name norm adds_input own_state
 model.blocks.NAME.mamba2: heads head_dim state groups taps step_min step_max norm conv_bias bias
 model.blocks.NAME.lightning: heads head_dim layers eps
 model.blocks.NAME.mamba: inner state step_rank taps conv_bias bias norms eps
-model.gguf: architecture weights interleaved norm_offset split ignore_merges projector tower tokens
+model.gguf: architecture weights interleaved by_axis norm_offset split ignore_merges projector tower tokens
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens

@@ -87,8 +87,9 @@ def test_logits_at_every_position_and_greedy_tokens(name: str, open_model: Any) 
     assert engine.metrics.num_encoded_images == 2, "once each, for all chunks of both"
 
 
-def test_the_tower_may_be_an_mmproj_file(models: Any, tmp_path: Path) -> None:
-    (folder, model, processor), path, placed = models("Idefics3"), tmp_path / "tiny.gguf", None
+@pytest.mark.parametrize("name", ["Idefics3", "InternVL qwen3", pytest.param("InternVL", marks=pytest.mark.slow)])
+def test_the_tower_may_be_an_mmproj_file(name: str, models: Any, tmp_path: Path) -> None:
+    (folder, model, processor), path, placed = models(name), tmp_path / "tiny.gguf", None
     gguf_files.convert(folder, path)
     gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")
     images = [tiled.draw(*size) for size in SIZES]

@@ -52,7 +52,7 @@ MODELS |= {
     "Glm4vMoe": ({**EXPERTS, "n_routed_experts": 6, "head_dim": 24, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}},
                  {**GLM4, "attention_bias": True}),
     "GlmOcr": ({"head_dim": 12, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}, GLM4),
-    "Kimi_K25": ({**tiny.MLA, **EXPERTS, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+    "Kimi_K25": ({**tiny.MLA, **EXPERTS, "model_type": "deepseek_v3", "num_experts": 8, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
                   "rope_parameters": tiny.YARN_MLA, "first_k_dense_replace": 1},
                  {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 36, "patch_size": 4,
                   "pos_emb_height": 5, "pos_emb_width": 5}),

@@ -51,6 +51,7 @@ class GGUFFacts(NamedTuple):
     norm_offset: float = 0.0  # what GGUF adds to the weights of norms of the hub
     split: Mapping[str, str] = MappingProxyType({})  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: Collection[str] = ()  # those that look words up whole, and begin texts with BOS
+    by_axis: Mapping[str, int] = MappingProxyType({})  # projection -> heads stored with pairs of columns ahead of rows'
 
 
 NO_FACTS = GGUFFacts()

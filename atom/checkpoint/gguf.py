@@ -135,7 +135,7 @@ class GGUFCheckpoint(Checkpoint):
         self._stored = hub_names(tensors)
         if len(self._stored) != len(tensors):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
-        self._orders = find_orders(path, self._metadata, self._stored, facts.interleaved)
+        self._orders = find_orders(path, self._metadata, self._stored, facts)
         self.tensors = {
             name: StoredTensor(*numbers_of(name, tensor), blocks_shape(tensor, self._orders.get(name)))
             for name, tensor in self._stored.items()

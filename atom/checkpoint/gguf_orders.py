@@ -1,10 +1,11 @@
 """Find the tensors of a GGUF file with rows or columns in another order.
 
-    orders = find_orders(path, metadata, tensors, {"q_proj": 9, "k_proj": 3})
+    orders = find_orders(path, metadata, tensors, GGUFFacts(interleaved={"q_proj": 9, "k_proj": 3}))
     in_order(numbers, orders["model.layers.0.self_attn.q_proj.weight"])
 
-Three kinds: rotary rows in pairs; value heads of a delta rule that take turns over the heads of their keys (the first
-of each, then the second of each), where the hub has those of a key next to each other; and the rows of two numbers by
+Four kinds: rotary rows in pairs; pairs of rows that turn by an image's columns ahead of those that turn by its rows,
+where the hub has them in turns; value heads of a delta rule that take turns over the heads of their keys (the first of
+each, then the second of each), where the hub has those of a key next to each other; and the rows of two numbers by
 value head, which the hub of Qwen3-Next has by key head.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from atom.checkpoint.base import GGUFFacts
 from atom.checkpoint.gguf_config import whole_number
 from atom.checkpoint.gguf_reader import Array, GGUFTensor
 from atom.checkpoint.gguf_types import SIZES
@@ -34,13 +36,14 @@ class Order(NamedTuple):
 
 
 def find_orders(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], interleaved: Mapping[str, int]
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], facts: GGUFFacts
 ) -> dict[str, Order]:
-    """interleaved: projection -> heads with rotary rows in pairs"""
+    """facts: of which `interleaved` and `by_axis` are read"""
     orders = {}
     for name, tensor in tensors.items():
-        if heads := next((interleaved[part] for part in name.split(".") if part in interleaved), None):
-            orders[name] = Order(0, _halves(path, name, tensor.shape[0], heads))
+        for heads_of, places in ((facts.interleaved, _halves), (facts.by_axis, _axes_in_turns)):
+            if heads := next((heads_of[part] for part in name.split(".") if part in heads_of), None):
+                orders[name] = Order(0, places(path, name, tensor.shape[0], heads))
     if any(name.endswith((IN_TURNS, BY_KEY_HEAD)) for name in tensors):
         orders |= dict(_delta_orders(path, metadata, tensors))
     return orders
@@ -51,6 +54,13 @@ def _halves(path: Path, name: str, rows: int, heads: int) -> Array:
     if rows % (2 * heads):
         raise CheckpointError(f"{path}: the {rows} rows of {name} are no pairs in {heads} heads")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _axes_in_turns(path: Path, name: str, rows: int, heads: int) -> Array:
+    """The places of pairs of rows by axis: of each head, the first of columns and of rows, then the second ones."""
+    if rows % (4 * heads):
+        raise CheckpointError(f"{path}: the {rows} rows of {name} are no pairs of two axes in {heads} heads")
+    return np.arange(rows).reshape(heads, 2, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _delta_orders(

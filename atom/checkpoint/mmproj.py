@@ -35,11 +35,15 @@ SIZES = {  # integers below `clip.vision.`: their names in vision_config, of whi
     "spatial_merge_size": "spatial_merge_size",
     "window_size": "window_size",
 }
+LIMITS = {"preproc_min_tiles": "min_patches", "preproc_max_tiles": "max_patches", "image_min_pixels": "min_pixels",
+          "image_max_pixels": "max_pixels"}  # integers, too: their names in image_processor  # fmt: skip
 HIDDEN = "clip.vision.embedding_length"
 PATCH, NEXT_FRAME = "v.patch_embd.weight", "v.patch_embd.weight.1"
 POSITIONS, UP, DOWN = "v.position_embd.weight", "v.blk.0.ffn_up.weight", "v.blk.0.ffn_down.weight"
 LARGER = "mm.soft_emb_norm.weight"  # by 1 than the hub's
-PATCH_MERGER, FIRST_BIAS = "mm.patch_merger.weight", "mm.1.bias"
+PATCH_MERGER, MERGER_NORM = "mm.patch_merger.weight", "mm.input_norm.weight"
+FIRST, FIRST_BIAS = "mm.1.weight", "mm.1.bias"
+BOUND = re.compile(r"\.(input|output)_(min|max)$")  # of what a linear reads or gives
 SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
@@ -47,7 +51,7 @@ class MmprojCheckpoint(Checkpoint):
     """A tower, with `vision_config` and `image_processor` as a folder's config has them; empty if it has no tower."""
 
     def __init__(self, path: Path, facts: GGUFFacts = NO_FACTS) -> None:
-        """CheckpointError for a damaged file. facts: of which `interleaved` is read, by the names of this file"""
+        """CheckpointError for a damaged file. facts: of which orders of rows are read, by the names of this file"""
         self.location, self._path = str(path), path
         metadata, stored = read_gguf(path)
         self._stored: dict[str, GGUFTensor] = {}
@@ -57,7 +61,7 @@ class MmprojCheckpoint(Checkpoint):
                 raise CheckpointError(f"{path}: tensor {PATCH} is {list(shape)}, not a convolution of 4 dims")
             self._stored |= in_one_form(stored, whole_number(path, HIDDEN, metadata.get(HIDDEN)))
             self.config |= make_vision_config(path, metadata, stored, self._stored)
-        self._orders = find_orders(path, metadata, self._stored, facts.interleaved)
+        self._orders = find_orders(path, metadata, self._stored, facts)
         self.tensors = {name: StoredTensor(dtype_of(each), each.shape) for name, each in self._stored.items()}
 
     def fits(self, text: Checkpoint) -> bool:
@@ -130,6 +134,8 @@ def in_one_form(stored: Mapping[str, GGUFTensor], hidden: int) -> Iterator[tuple
         elif name == LARGER:
             numbers = floats(tensor) - np.float32(1)
             yield name, GGUFTensor(Type.F32, tensor.shape, numbers.data.cast("B"))
+        elif BOUND.search(name) and tensor.shape == (1,):  # which the hub has without a dim
+            yield name, tensor._replace(shape=())
         elif is_swapped and (match := re.search(r"ffn_up|ffn_down", name)):
             yield name.replace(match[0], SWAPPED[match[0]]), tensor
         else:
@@ -171,11 +177,21 @@ def make_vision_config(
     if UP in tensors:
         vision["intermediate_size"] = tensors[UP].shape[0]
     if POSITIONS in tensors:
-        vision["num_position_embeddings"] = tensors[POSITIONS].shape[0]
+        *rows, length, _ = (1, 1, *tensors[POSITIONS].shape)  # a damaged file may have one dim
+        vision |= dict.fromkeys(("num_position_embeddings", "num_patches", "position_embedding_size"), length)
+        vision["pos_emb_height"] = rows[-1]
     if (eps := own.get("attention.layer_norm_epsilon")) is not None:
-        vision["layer_norm_eps"] = number(path, "attention.layer_norm_epsilon", eps)
+        eps = number(path, "attention.layer_norm_epsilon", eps)
+        vision |= dict.fromkeys(("layer_norm_eps", "rms_norm_eps", "projector_ln_eps"), eps)
     if not metadata.get("clip.use_gelu"):  # gelu: which of its two kinds the model file says
         vision["hidden_act"] = "silu" if metadata.get("clip.use_silu") else "quick_gelu"
+    vision |= {
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+        "attention_bias": "v.blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
+        "use_clipped_linears": any(map(BOUND.search, tensors)),
+        "standardize": "v.std_scale" in tensors,
+    }
     deep = {int(match[1]) for name in stored if (match := re.match(r"v\.deepstack\.(\d+)\.", name))}
     vision["deepstack_visual_indexes"] = sorted(deep)
     if pattern := whole_number(path, "n_wa_pattern", own.get("n_wa_pattern", 0)):
@@ -185,16 +201,19 @@ def make_vision_config(
         for name in ("image_mean", "image_std")
         if isinstance(own.get(name), np.ndarray)
     }
-    for name in ("min_pixels", "max_pixels"):
-        if (key := f"image_{name}") in own:
-            processor[name] = whole_number(path, key, own[key])
+    for key in own.keys() & LIMITS.keys():
+        processor[LIMITS[key]] = whole_number(path, key, own[key])
     if (edge := whole_number(path, "preproc_image_size", own.get("preproc_image_size", 0))) and "image_size" in vision:
         processor |= {"size": {"longest_edge": edge}, "max_image_size": {"longest_edge": vision["image_size"]}}
     config: dict[str, Any] = {"vision_config": vision, "image_processor": processor}
     config["spatial_merge_size"] = vision.get("spatial_merge_size", 1)
-    config |= {"patch_merger": PATCH_MERGER in tensors, "multimodal_projector_bias": FIRST_BIAS in tensors}
+    config |= {"patch_merger": PATCH_MERGER in tensors, "projector_use_layernorm": MERGER_NORM in tensors}
+    config |= dict.fromkeys(("multimodal_projector_bias", "projector_bias"), FIRST_BIAS in tensors)
+    if FIRST in tensors:
+        config["projector_hidden_size"] = tensors[FIRST].shape[0]
     if side := whole_number(path, "projector.scale_factor", own.get("projector.scale_factor", 0)):
-        config["scale_factor"] = side
+        config |= {"scale_factor": side, "downsample_factor": side, "downsample_ratio": 1 / side}
+        vision |= {"merge_kernel_size": [side, side], "pooling_kernel_size": side}
         image, patch = (whole_number(path, key, own.get(key)) for key in ("image_size", "patch_size"))
         config["mm_tokens_per_image"] = (image // max(patch, 1) // side) ** 2
     return config

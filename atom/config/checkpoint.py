@@ -75,7 +75,7 @@ def _open(
     return open_checkpoint(
         location,
         revision=revision,
-        gguf=GGUFFacts(gguf.interleaved, gguf.norm_offset, gguf.split, gguf.ignore_merges),
+        gguf=GGUFFacts(gguf.interleaved, gguf.norm_offset, gguf.split, gguf.ignore_merges, gguf.by_axis),
         stacked=stacked_parts(model),
         weights=weights,
         progress=progress,

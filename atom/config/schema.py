@@ -467,6 +467,7 @@ class GGUFConfig:
     architecture: str | None = None  # general.architecture of the files that this model reads
     weights: dict[str, str] = field(default_factory=dict)  # role -> its name in these files, in place of weights.role
     interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    by_axis: dict[str, int] = field(default_factory=dict)  # those of a tower stored with pairs of columns, then of rows
     norm_offset: float = 0.0  # what stored weights of norms exceed the hub's by
     split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS

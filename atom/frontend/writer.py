@@ -106,7 +106,7 @@ class Writer:
         """x [T, I], clipped as the input or the output of a linear, if the program's linears have bounds"""
         if not self.clips:
             return x
-        module = self.name(role, layer).rpartition(".")[0]
+        module = self.name(role, layer).removesuffix(".linear")
         low, high = (W(f"{module}.{which}_{end}", Type(self.dtype, ())) for end in ("min", "max"))
         clipped: Node = self.call(ops.clip, x, low, high, name=x.name)
         return clipped

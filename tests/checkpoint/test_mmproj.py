@@ -15,7 +15,7 @@ import pytest
 import vision
 from safetensors.numpy import load_file
 
-from atom.checkpoint import open_checkpoint
+from atom.checkpoint import GGUFFacts, open_checkpoint
 from atom.checkpoint.address import order_mmproj
 from atom.checkpoint.mmproj import MmprojCheckpoint
 from atom.config import Config
@@ -75,8 +75,8 @@ def test_a_given_file_that_is_not_read_is_refused(model: Path, tmp_path: Path, m
     other = gguf_files.convert_tower(model / "hub", tmp_path / "mmproj.gguf")
     with pytest.raises(ConfigError, match=r"has a tower of glm4v; model=qwen3_vl reads those of qwen3vl_merger"):
         configure(path, f"mmproj={other}")
-    with pytest.raises(ConfigError, match=r"has a tower of qwen3vl_merger; model=qwen3 reads no mmproj files"):
-        configure(path, f"mmproj={known}", "model=qwen3")
+    with pytest.raises(ConfigError, match=r"has a tower of qwen3vl_merger; model=llama reads no mmproj files"):
+        configure(path, f"mmproj={known}", "model=llama")
     with pytest.raises(ConfigError, match=r"serve\.images=false does not read mmproj=.*; leave one of both out"):
         configure(path, f"mmproj={known}", "serve.images=false")
     with pytest.raises(ConfigError, match=r"is of a checkpoint that is a \.gguf file; name that, too"):
@@ -134,16 +134,24 @@ def test_only_what_images_need_is_read_of_it(model: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(shape: tuple[int, ...], says: str, tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    path = write_tower(tmp_path / "mmproj.gguf", {"v.patch_embd.weight": np.zeros(shape, np.float32)}, side=2)
+    with pytest.raises(CheckpointError, match=says):
+        MmprojCheckpoint(path)
+
+
+def write_tower(path: Path, tensors: dict[str, np.ndarray], side: int = 0) -> Path:
+    """A file of a few tensors. side: of the square of patches that become a row; 0: it does not say"""
+    writer = gguf.GGUFWriter(path, "clip")
     writer.add_vision_embedding_length(4)
-    writer.add_vision_projector_scale_factor(2)
-    writer.add_tensor("v.patch_embd.weight", np.zeros(shape, np.float32))
+    if side:
+        writer.add_vision_projector_scale_factor(side)
+    for name, array in ({"v.patch_embd.weight": np.zeros((4, 3, 2, 2), np.float32)} | tensors).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=says):
-        MmprojCheckpoint(tmp_path / "mmproj.gguf")
+    return path
 
 
 def test_tensors_are_in_one_form(model: Path, tmp_path: Path) -> None:
@@ -166,3 +174,28 @@ def test_tensors_are_in_one_form(model: Path, tmp_path: Path) -> None:
     assert np.array_equal(numbers("v.blk.1.ffn_up.weight"), rounded(stored["blocks.1.mlp.linear_fc1.weight"]))
     assert np.array_equal(numbers("v.blk.1.ffn_down.bias"), stored["blocks.1.mlp.linear_fc2.bias"])
     assert np.array_equal(numbers("v.deepstack.1.fc2.bias"), stored["deepstack_merger_list.1.linear_fc2.bias"])
+
+
+def test_pairs_of_rows_by_axis_come_back_in_turns(tmp_path: Path) -> None:
+    rows = np.arange(24, dtype=np.float32)  # of two heads, of each three pairs of columns, then three of rows
+    path = write_tower(tmp_path / "mmproj.gguf", {"v.blk.0.attn_q.bias": rows, "v.blk.0.attn_v.bias": rows})
+    tower = MmprojCheckpoint(path, GGUFFacts(by_axis={"attn_q": 2, "attn_k": 2}))
+    found = np.frombuffer(tower.read("v.blk.0.attn_q.bias"), np.float32)
+    one = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert found.tolist() == [*one, *(12 + each for each in one)]
+    assert np.array_equal(np.frombuffer(tower.read("v.blk.0.attn_v.bias"), np.float32), rows)
+    with pytest.raises(
+        CheckpointError, match=r"the 24 rows of v\.blk\.0\.attn_q\.bias are no pairs of two axes in 4 heads"
+    ):
+        MmprojCheckpoint(path, GGUFFacts(by_axis={"attn_q": 4}))
+
+
+def test_what_a_file_does_not_say_shows_in_its_tensors(tmp_path: Path) -> None:
+    one = np.ones(1, np.float32)
+    plain = MmprojCheckpoint(write_tower(tmp_path / "a.gguf", {"v.blk.0.ln1.weight": one, "v.blk.0.ln1.bias": one}))
+    given = {"v.blk.0.ln1.weight": one, "v.blk.0.attn_q.input_max": one, "v.blk.0.attn_q.bias": one, "v.std_scale": one}
+    other = MmprojCheckpoint(write_tower(tmp_path / "b.gguf", {**given, "v.blk.0.attn_q_norm.weight": one}))
+    names = ("norm_type", "attention_bias", "use_qk_norm", "use_clipped_linears", "standardize")
+    assert [plain.config["vision_config"][name] for name in names] == ["layer_norm", False, False, False, False]
+    assert [other.config["vision_config"][name] for name in names] == ["rms_norm", True, True, True, True]
+    assert other.tensors["v.blk.0.attn_q.input_max"].shape == () and other.tensors["v.std_scale"].shape == (1,)

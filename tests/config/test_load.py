@@ -204,7 +204,10 @@ def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pyt
     def opens(architecture: str) -> None:
         config = {key: value for key, value in TINY.items() if key != "architectures"}
         described = SimpleNamespace(
-            config={**config, "gguf_architecture": architecture}, generation_config={}, close=lambda: None
+            config={**config, "gguf_architecture": architecture},
+            generation_config={},
+            token_id=lambda _: None,
+            close=lambda: None,
         )
         monkeypatch.setattr("atom.config.model_files.open_checkpoint", lambda *_, **__: described)
 

@@ -71,12 +71,16 @@ def test_rows_and_logits_are_those_of_transformers(name: str, tmp_path: Path) ->
     assert_same_as_transformers(load_with_images(tmp_path), model)
 
 
-@pytest.mark.parametrize("name", [name for name in vision.MODELS if name.startswith("Qwen")])
+@pytest.mark.parametrize("name", [name for name in vision.MODELS if not name.startswith("Glm")])
 def test_a_tower_may_be_an_mmproj_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, path = tmp_path / "model", tmp_path / "tiny.gguf"
     text, tower = vision.MODELS[name]
     if "window_size" in tower:  # of 112 pixels, as all these files mean
         monkeypatch.setitem(vision.MODELS, name, (text, {**tower, "patch_size": 28, "window_size": 112}))
+    if "mscale" in (rope := text.get("rope_parameters", {})):  # of which files have one
+        rope = {**rope, "mscale": rope["mscale_all_dim"]}
+        tower = {**tower, "num_attention_heads": 2}  # of three pairs by axis: of two, either order is its own reverse
+        monkeypatch.setitem(vision.MODELS, name, ({**text, "rope_parameters": rope}, tower))
     model = vision.save(name, folder)
     gguf_files.convert(folder, path)
     gguf_files.convert_tower(folder, tmp_path / "mmproj-tiny.gguf")

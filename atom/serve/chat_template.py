@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import last_text
+from atom.errors import RequestError
 from atom.images.types import Image, PlacedImage
 from atom.images.videos import Video
 from atom.serve.context import Context
@@ -101,6 +102,9 @@ def encode_plain(
     if not (images or videos) or context.images is None:
         return Conversation(text, tokens)
     own, clips = [images[place] for place in places_of(shown)], [videos[place] for place in places_of(shown, "video")]
+    if own and {context.images.processor.token, context.images.processor.row_token}.isdisjoint(tokens):
+        what = "set serve.http.chat_template to a file of one that writes the model's image token for each"
+        raise RequestError(f"the model's chat template leaves out images: {what}")
     tokens, placed = context.images.place(tokens, own, tokenizer, clips)
     return Conversation(text, tokens, placed)
 

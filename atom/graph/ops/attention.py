@@ -351,9 +351,13 @@ def cached_entries(cache: PagedCache, batch: Batch) -> Iterator[tuple[slice, Ten
 
 
 def queried(batch: Batch) -> Iterator[tuple[int, slice]]:
-    """The sequences that have queries, each by its row, and its queries among the batch's tokens."""
-    for row, (first, last) in enumerate(itertools.pairwise(batch.starts.tolist())):
-        if first < last:
+    """The sequences that have queries, each by its row, and its queries among the batch's tokens.
+
+    A row that pads a step, as one of a group with fewer sequences than others, has tokens but no length.
+    """
+    rows = zip(itertools.pairwise(batch.starts.tolist()), batch.lengths.tolist(), strict=True)
+    for row, ((first, last), length) in enumerate(rows):
+        if first < last and length:
             yield row, slice(first, last)
 
 

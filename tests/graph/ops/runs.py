@@ -52,6 +52,15 @@ class Pools:
         return Batch(self.tables, slots, starts, lengths, 0, block_size=self.size)
 
 
+def led_by_padding(batch: Batch) -> Batch:
+    """The step with a first row of one token and no length, as a group of ranks has that others exceed."""
+    tables = {kind: torch.cat((torch.zeros_like(table[:1]), table)) for kind, table in batch.tables.items()}
+    slots = {kind: torch.cat((torch.zeros_like(each[:1]), each)) for kind, each in batch.slot_mappings.items()}
+    starts = torch.cat((batch.starts[:1], batch.starts + 1))
+    lengths = torch.cat((torch.zeros_like(batch.lengths[:1]), batch.lengths))
+    return batch._replace(tables=tables, slot_mappings=slots, starts=starts, lengths=lengths)
+
+
 def in_steps(lengths: Sequence[int], max_tokens: int, seed: int = 0) -> list[list[tuple[int, int]]]:
     """Chunks of sequences, step by step, until all are as long as that; some steps have none of a sequence."""
     chance, ends, steps = random.Random(seed), [0] * len(lengths), []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from graph.ops.checked import Cache, checked
-from graph.ops.runs import Pools, in_steps, leaves
+from graph.ops.runs import Pools, in_steps, leaves, led_by_padding
 from torch import Tensor
 from transformers import DeepseekV4Config, Glm5NextTextConfig
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
@@ -112,6 +112,15 @@ def test_runs_without_a_gate_have_the_mean_of_their_tokens(max_tokens: int):
         torch.testing.assert_close(pooled, expected)
     with pytest.raises(ValueError, match=r"the gate is fp32\[5, 16\], the bias None, every=4"):
         ops.compress.infer(Type("fp32", (5, D)), Type("fp32", (5, D)), None, runs, every=4)
+
+
+def test_a_token_that_pads_a_step_ends_no_run():
+    runs = KV("0", Type("fp32", (1, D)), window=4, part="index_runs")
+    pools, kv = Pools([runs], 8, 1), torch.randn(9, D)
+    pooled = checked(ops.paged_compress, kv, None, None, pools.caches[runs], led_by_padding(pools.batch([(0, 8)])),
+                     every=4)  # fmt: skip
+    assert pooled.any(1).nonzero().flatten().tolist() == [4, 8]
+    torch.testing.assert_close(pooled[4], kv[1:5].mean(0))
 
 
 @pytest.mark.parametrize("block_size", [2, 16])

@@ -71,7 +71,7 @@ def _pool_runs(
     if row >= num_rows:
         return
     position = tl.load(lengths + row) - tl.load(starts + row + 1) + token
-    if (position + 1) % EVERY != 0:
+    if (position < 0) | ((position + 1) % EVERY != 0):  # padding's are before the first
         return
     parts: tl.constexpr = 2 if OVERLAPS else 1
     width: tl.constexpr = DIM * parts

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph.ops.runs import Pools, in_steps, leaves
+from graph.ops.runs import Pools, in_steps, leaves, led_by_padding
 from kernels.checks import BF16, assert_as_near, assert_equal
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -69,6 +69,17 @@ def test_runs_without_a_gate_have_their_mean(triton_device, every, dim, block_si
         expected = ops.paged_compress.body(kv, None, None, cached(pools, runs), batch, every=every)
         kv, there = moved((kv, padded(batch, 2)), triton_device)  # type: ignore[misc]
         assert_equal(paged_compress(kv, None, None, cache, there, every=every).cpu(), expected)
+
+
+def test_a_token_that_pads_a_step_ends_no_run(triton_device):
+    runs = KV("0", Type("fp32", (1, 12)), window=4, part="index_runs")
+    pools, kv = Pools([runs], 8, 1), torch.randn(9, 12)
+    cache = PagedCache(cached(pools, runs).blocks.to(triton_device), runs.kind)
+    batch = led_by_padding(pools.batch([(0, 8)]))
+    expected = ops.paged_compress.body(kv, None, None, cached(pools, runs), batch, every=4)
+    kv, there = moved((kv, batch), triton_device)  # type: ignore[misc]
+    assert_equal(paged_compress(kv, None, None, cache, there, every=4).cpu(), expected)
+    assert not expected[0].any()
 
 
 def attention_case(every: int, dim: int, heads: int, block_size: int, top_k: int | None, lengths: tuple[int, ...],

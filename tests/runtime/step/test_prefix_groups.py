@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
 from atom.compiler import compile_graph
 from atom.config.limits import EngineLimits
@@ -131,11 +130,8 @@ def test_prefixes_that_go_on_from_one_another_many_times_are_grouped():
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bloom", "qwen2_window"])
-def test_a_rule_is_of_layers_whose_kernels_read_prefixes_once(
-    checkpoints: Any, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rule_is_of_layers_whose_kernels_read_prefixes_once(checkpoints: Any, name: str):
     """Not of slopes, and windows have pools of their own."""
-    monkeypatch.setitem(tiny.VARIANTS, "bloom", tiny.COMBINED["bloom"])
     config = load(engine_overrides(str(checkpoints(name)), {"dtype": "bf16", "device": "cpu", "level": 1}))
     hopper, cpu = Target("cuda", frozenset({"nvidia", "sm_90"})), Target("cpu", frozenset())
     graph = compile_graph(config, target=hopper)

@@ -47,13 +47,16 @@ KINDS: dict[str, dict[str, list[str]]] = {  # of layers, that which predicts inc
 }
 
 
-INDEXERS = {"glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "full"]}}  # as KINDS, of names as others'
+LISTED = {  # as KINDS, of names as others'
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "full"]},
+    "axk2": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+}
 
 
 def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -> Path:
     """Write a variant's checkpoint with such a layer. has_copies: it stores the embedding and the head once more"""
     kinds, names = dict(KINDS.get(name, {})), NAMES[name in KINDS]
-    kinds |= INDEXERS.get(name, {})
+    kinds |= LISTED.get(name, {})
     model = tiny.save_changed(name, target, **{"num_hidden_layers": NUM_LAYERS + 1, **kinds, **changes})
     stored, hidden = load_file(target / "model.safetensors"), model.config.hidden_size
     stored = {key.replace(AT, names.layer): tensor for key, tensor in stored.items()}
@@ -78,7 +81,7 @@ class Double(drafts.LayerDouble):
         self.names = NAMES[f"{OWN.proj}.weight" in self.stored]
         kind = json.loads((folder / "config.json").read_text())["model_type"].removesuffix("_text")
         kinds = KINDS.get(kind, {})
-        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds, **INDEXERS.get(kind, {}))
+        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds, **LISTED.get(kind, {}))
         self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
         if kinds:  # its names are none of transformers'
             at = self.names.layer

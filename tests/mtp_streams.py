@@ -99,14 +99,19 @@ class Double(drafts.LayerDouble):
                                   attention_mask=unseen[None, None])  # fmt: skip
         return made[0].flatten(1)
 
-    @torch.inference_mode()
     def tokens(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(-1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden fp32[T, S H] -> fp32[T, V]"""
         config = self.model.config
         fn, base, scale = (self.stored[f"mtp.0.hc_head_{part}"] for part in ("fn", "base", "scale"))
         normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + config.rms_norm_eps)
         weights = torch.sigmoid(normed @ fn.T * scale + base) + config.hc_eps
         merged = torch.einsum("ts,tsh->th", weights, hidden.unflatten(1, (config.hc_mult, -1)))
-        return self.model.lm_head(self._norm(merged, "norm")).argmax(-1)  # type: ignore[no-any-return]
+        logits: Tensor = self.model.lm_head(self._norm(merged, "norm"))
+        return logits
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.stored[f"mtp.0.{name}.weight"].T

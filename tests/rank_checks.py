@@ -1,6 +1,7 @@
 """What ranks are asked on a CPU and on GPUs alike, and what becomes of their processes.
 
 answers = answer_during_an_abort(engine, prompts, params)
+assert_tokens_of_groups(engine, model)             # those of transformers' model, whatever happens
 assert_same_answers(answers, of_one_process)
 assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
@@ -39,6 +40,8 @@ from atom.errors import EngineDeadError
 
 END_SECONDS = 50.0  # in which the end of a rank ends all, on a busy machine too: before its silence would
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
+            "enable_prefix_caching": True}  # fmt: skip
 
 
 def rank_processes() -> list[int]:
@@ -53,6 +56,23 @@ def eventful_prompts() -> list[list[int]]:
     """Prompts that share blocks, of more than a step's tokens each."""
     shared = tiny.prompt(30)
     return [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+
+
+def assert_tokens_of_groups(engine: LLMEngine, model: Any) -> None:
+    """Of prompts in chunks, prefix hits and preemptions; of a batch so small that a second group would be empty, too."""
+    shared = tiny.prompt(30)
+    prompts = [
+        shared,
+        *(tiny.prompt(1 + 9 * seed, seed=seed) for seed in range(5)),
+        shared[:17] + tiny.prompt(24, seed=6),
+    ]
+    for batch in (prompts, prompts[::-1], prompts[:1]):
+        for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
+            tiny.assert_greedy(answer, prompt, model)
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0
+    assert metrics.num_prefix_hit_tokens > 0
+    assert metrics.num_preemptions > 0
 
 
 def answer_during_an_abort(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:

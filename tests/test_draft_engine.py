@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import drafts
 import eagle3
+import glm5_next
 import mtp
 import mtp_streams
 import pytest
@@ -70,6 +71,12 @@ def streams_case(at: Path) -> Case:
     return Case(folder, {"method": "mtp"}, mtp_streams.Double(folder))
 
 
+def pooled_case(at: Path) -> Case:
+    model = glm5_next.save(at / "model", drafts=True, **FEW)
+    add_tokenizer(at / "model", LETTERS)
+    return Case(at / "model", {"method": "mtp"}, glm5_next.Double(at / "model", model))
+
+
 def eagle3_case(at: Path, name: str, changes: dict[str, Any], **values: Any) -> Case:
     tiny.save_changed(name, at / "model", **FEW, **changes)
     add_tokenizer(at / "model", LETTERS)
@@ -109,6 +116,8 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "draft_fewer_rows": partial(draft_case, name="llama", of="gemma2", vocab_size=9),
     "draft_more_rows": partial(draft_case, name="qwen3", of="deepseek_v3", vocab_size=14),
     "draft_recurrent": partial(draft_case, name="nemotron_h", of="lfm2"),
+    "mtp_deepseek_v32": partial(mtp_case, name="deepseek_v32"),
+    "mtp_pooled": pooled_case,
 }  # fmt: skip
 
 
@@ -217,6 +226,11 @@ def test_tokens_are_those_of_none(
                 ("mtp_deepseek_v3", {"tensor_parallel_size": 2}),
                 ("mtp_glm4_moe", {"parallel.data": 2}),
                 ("mtp_glm_moe_dsa", {"tensor_parallel_size": 2}),
+                ("mtp_glm_moe_dsa", {"parallel.data": 2, "parallel.experts": 2}),
+                ("mtp_deepseek_v32", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+                ("mtp_pooled", {"tensor_parallel_size": 2}),
+                ("mtp_pooled", {"parallel.data": 2, "parallel.experts": 2}),
+                ("mtp_streams", {"tensor_parallel_size": 2, "parallel.data": 2}),
                 ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
                 ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
                 ("mtp_streams", {"parallel.pipeline": 2, "parallel.data": 2}),

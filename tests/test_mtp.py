@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import drafts
 import glm5_next
 import mtp
+import mtp_streams
 import pytest
 import tiny
 import torch
@@ -55,6 +56,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe_plain", {"hidden_size": 36, "tie_word_embeddings": True}),
     ("exaone_moe", {}),
     ("qwen3_5", {}),  # a layer with attention, after those with recurrent state
+    ("axk2", {}),  # norms with gates
 ]
 
 
@@ -69,13 +71,21 @@ class Case(NamedTuple):
 
 
 @torch.inference_mode()
-def case_from(folder: Path, double: mtp.Double | glm5_next.Double) -> Case:
+def case_from(folder: Path, double: mtp.Double | glm5_next.Double | mtp_streams.Double) -> Case:
     hidden = double.hidden(PROMPT)
     first = double.draft(PROMPT[1:], hidden[:-1])
     further = double.logits(first[-1:]).argmax(-1)
     drafted = double.draft(torch.cat([PROMPT[1:], further]), torch.cat([hidden[:-1], first[-1:]]))
     torch.testing.assert_close(drafted[:-1], first)
     return Case(folder, hidden, drafted, double.logits(drafted), further)
+
+
+def save_double(name: str, folder: Path, **changes: Any) -> mtp.Double | glm5_next.Double | mtp_streams.Double:
+    if name == "glm5_next":
+        return glm5_next.Double(folder, glm5_next.save(folder, drafts=True))
+    if name == "streams":
+        return mtp_streams.Double(mtp_streams.save(folder))
+    return mtp.Double(mtp.save(name, folder, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +95,8 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     def get(name: str, **changes: Any) -> Case:
         key = f"{name} {changes}"
         if key not in made:
-            folder = mtp.save(name, tmp_path_factory.mktemp("mtp"), **changes)
-            made[key] = case_from(folder, mtp.Double(folder))
+            folder = tmp_path_factory.mktemp("mtp")
+            made[key] = case_from(folder, save_double(name, folder, **changes))
         return made[key]
 
     return get
@@ -110,6 +120,7 @@ def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
 
     def run(program: str, **inputs: Tensor) -> Tensor:
         results = interpret_ranks([graph], program, [inputs] * mesh.num_ranks, [t.__getitem__ for t in tensors], mesh)
+        results = [each[-1] if isinstance(each, tuple) else each for each in results]  # the streams of a body
         assert all(torch.equal(results[0], other) for other in results[1:])
         result: Tensor = results[0]
         return result
@@ -141,15 +152,25 @@ def test_the_semantic_text_drafts_as_the_double(
     assert_drafts(graph, config, case, Mesh())
 
 
-def test_a_layer_of_one_stream_drafts_for_a_model_of_several(tmp_path: Path):
-    case = case_from(tmp_path, glm5_next.Double(tmp_path, glm5_next.save(tmp_path, drafts=True)))
-    config = config_of(tmp_path)
+@pytest.mark.parametrize("name", ["glm5_next", pytest.param("streams", marks=pytest.mark.slow)])
+def test_a_layer_of_one_stream_or_all_drafts_for_a_model_of_several(name: str, case_of: Callable[..., Case]):
+    case = case_of(name)
+    config = config_of(case.folder)
     assert_drafts(semantic_graph(config), config, case, Mesh())
 
 
 @pytest.mark.sampled(24)
-@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4, experts=2), Mesh(data=2, experts=2)])
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, Mesh(4, experts=2)) for name in ("deepseek_v3", "glm4_moe", "streams")),
+        *(
+            (name, mesh)
+            for name in ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "glm5_next", "streams")
+            for mesh in (Mesh(2), Mesh(data=2, experts=2))
+        ),
+    ],
+)
 def test_the_text_of_several_ranks_drafts_as_the_double(name: str, mesh: Mesh, case_of: Callable[..., Case]):
     case = case_of(name)
     config = config_of(case.folder)

@@ -31,6 +31,7 @@ import tiny
 import torch
 import transformers
 from rank_checks import (
+    EVENTFUL,
     GREEDY,
     answer_during_an_abort,
     assert_ends_by_a_signal,
@@ -38,6 +39,7 @@ from rank_checks import (
     assert_ranks_end_with_their_driver,
     assert_same_answers,
     assert_same_texts_of_a_grammar,
+    assert_tokens_of_groups,
     eventful_prompts,
     rank_processes,
     save_with_texts,
@@ -74,13 +76,11 @@ __all__ = ["thread_ranks"]
 pytestmark = pytest.mark.early
 
 Open = Callable[..., LLMEngine]
-EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
-            "enable_prefix_caching": True}  # fmt: skip
 
 
 @pytest.mark.sampled(60)
 @pytest.mark.parametrize(
-    "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
+    "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked", "axk2"]
 )
 def test_ranks_generate_the_tokens_of_the_reference(
     name: str, thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
@@ -110,6 +110,7 @@ EVEN_MAMBA = {"n_groups": 2}  # of nemotron_h, whose groups two ranks divide
         pytest.param("qwen3_5", 4, {"linear_num_value_heads": 4}, marks=pytest.mark.slow),
         pytest.param("nemotron_h", 4, {"n_groups": 2, "mamba_num_heads": 8}, marks=pytest.mark.slow),
         pytest.param("falcon_h1", 2, {}, marks=pytest.mark.slow),
+        pytest.param("kimi_linear", 2, {"linear_num_heads": 4}, marks=pytest.mark.slow),
         *(
             pytest.param(
                 name, 3, {"num_attention_heads": 3, "num_key_value_heads": 3, **changes}, marks=pytest.mark.slow
@@ -181,24 +182,26 @@ def test_processes_with_recurrent_state_give_what_one_gives(name: str, changes: 
         ("qwen3_next", {"parallel.data": 2, "parallel.experts": 2, "state_memory": 1 << 16}),
         pytest.param("lfm2_moe", {"parallel.data": 2, "state_memory": 1 << 15}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow)
+            for name in ("deepseek_v32", "axk2", "hy_v4", "dots3_note", "minimax_m3", "deepseek_v4")
+        ),
+        *(
+            pytest.param(name, {"parallel.data": 2, "state_memory": 1 << 16, **divided}, marks=pytest.mark.slow)
+            for name, divided in (
+                ("kimi_linear", {"parallel.experts": 2}),
+                ("qwen4_exp", {"parallel.experts": 2}),
+                ("qwen4_exp", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+            )
+        ),
     ],
 )
 def test_groups_generate_the_tokens_of_the_reference(
     name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
 ):
     engine = open_engine(name, **EVENTFUL, **fields)
-    shared = tiny.prompt(30)
-    prompts = [
-        shared,
-        *(tiny.prompt(1 + 9 * seed, seed=seed) for seed in range(5)),
-        shared[:17] + tiny.prompt(24, seed=6),
-    ]
-    for batch in (prompts, prompts[::-1], prompts[:1]):  # the last leaves a group empty
-        for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
-            tiny.assert_greedy(answer, prompt, references(name))
-    metrics = engine.metrics.scheduler
-    assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0 and metrics.num_preemptions > 0
-    assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
+    assert_tokens_of_groups(engine, references(name))
+    assert thread_ranks[0].meeting.num_collectives > 2 * engine.metrics.scheduler.num_steps
 
 
 @pytest.mark.sampled(12)
@@ -284,8 +287,9 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
 def test_processes_of_each_family_give_what_one_gives_whatever_happens(name: str, num_ranks: int, open_engine: Open):
     experts = {"enable_expert_parallel": True} if tiny.is_mixture(name) else {}
     prompts, params = eventful_prompts(), [GREEDY, SEEDED, SCORED]
-    expected = open_engine(name, **EVENTFUL).generate(prompts, params)
-    engine = open_engine(name, tensor_parallel_size=num_ranks, **EVENTFUL, **experts)
+    fields = {**EVENTFUL, "num_kvcache_blocks": 20}
+    expected = open_engine(name, **fields).generate(prompts, params)
+    engine = open_engine(name, tensor_parallel_size=num_ranks, **fields, **experts)
     assert len(rank_processes()) == num_ranks - 1
     assert_same_answers(answer_during_an_abort(engine, prompts, params), expected)
     assert_same_answers(engine.generate(prompts, params), expected)

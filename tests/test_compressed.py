@@ -20,6 +20,7 @@ from transformers import DeepseekV4Config
 
 from atom import LLMEngine, SamplingParams
 from atom.assemble.kv_blocks import state_kinds
+from atom.cli import main
 from atom.compiler import semantic_graph
 from atom.config.load import load
 from atom.errors import ConfigError
@@ -97,6 +98,23 @@ def test_the_kv_of_deepseek_v4_flash(tmp_path: Path):
         "window_128": 43 * 512 * 2 + 20 * 2 * 512 * 2,
     }
     assert {name for name, kind in kinds.items() if kind.rule.keeps_all} == {"every_4", "every_128"}
+
+
+@pytest.mark.slow  # 43 layers
+def test_deepseek_v4_flash_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Sizes that its makers publish: 284B parameters, of which 13B are active; its experts are in MXFP4."""
+    shutil.copy(CONFIG, tmp_path / "config.json")
+    assert main(["job=explain", f"checkpoint={tmp_path}", "parallel=tp8_ep", "device=cuda", "job.gpu=h200"]) == 0
+    lines = {line[:19].strip(): line[19:].strip() for line in capsys.readouterr().out.splitlines()}
+    assert lines["ranks"].startswith("8 (tensor 8, experts 8)")
+    assert lines["parameters"].startswith("284,") and " 13," in lines["parameters"]
+    assert lines["ds_mxfp4"].startswith(f"{43 * 256 * 3 * 2048 * 4096 * 17 / 32 / (1 << 30):,.1f} GiB")
+    runs = {
+        "every_4": 21 * (512 + 128) // 4 * 2,
+        "every_128": 20 * 512 // 128 * 2,
+    }  # of all tokens; windows are besides
+    assert all(f"{size:,} bytes ({name})" in lines["KV a token"] for name, size in runs.items())
+    assert sum(runs.values()) == 6880
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 7])

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny
@@ -22,6 +25,8 @@ from probe import assert_logits, logits_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from atom import LLMEngine, SamplingParams
 from atom.assemble import state_kinds
@@ -42,7 +47,13 @@ MODELS = [
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "glm_moe_dsa",
+    "axk2",
+    "hy_v4",
+    "dots3_note",
+    "minimax_m3",
 ]
+ON_A_CPU = ["deepseek_v4", "qwen4_exp", "kimi_linear"]  # of the first two a GPU has no kernel
 Scales = Callable[[int], tuple[float, float]]  # of a layer: of its keys and values
 
 
@@ -60,13 +71,66 @@ class RoundingCache(DynamicCache):
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-class RoundingIndexCache(DynamicCache):
-    """Index keys in fp8, each with a scale of its own."""
+def round_index(keys: Tensor) -> Tensor:
+    """Index keys [..., D], each by a scale of its own."""
+    return round_fp8(keys, keys.abs().amax(-1, keepdim=True) / 448)
 
-    def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scales = keys.abs().amax(-1, keepdim=True) / 448
-        rounded: Tensor = super().update_indexer(round_fp8(keys, scales), *args, **kwargs)
-        return rounded
+
+def rounding_cache(model: Any, scales: Scales, has_latents: bool) -> DynamicCache:
+    """A cache whose layers round what they keep: index keys, and keys and values unless those are of latents."""
+    cache = DynamicCache(config=model.config)
+    pools = pools_of(text_of(model).config)  # which keep keys as they are, and round those of runs
+
+    def keys_and_values(layer: int, keys: Tensor, values: Tensor, *more: Any) -> Any:
+        return *map(round_fp8, (keys, values), scales(layer)), *more
+
+    def runs(_layer: int, name: str, entries: Tensor) -> Any:
+        return name, round_index(entries) if name == "indexer" else entries
+
+    rounding: dict[str, Callable[..., Any]] = {
+        **({} if has_latents else {"update": keys_and_values}),
+        **({} if pools else {"update_indexer": lambda _layer, keys: (round_index(keys),)}),
+        "update_index": lambda _layer, keys: (round_index(keys),),
+        "update_compressor_states": runs,
+    }
+    for number, layer in enumerate(cache.layers):
+        for method, rounded in rounding.items():
+            if hasattr(layer, method):
+                setattr(layer, method, rounding_args(getattr(layer, method), partial(rounded, number)))
+    return cache
+
+
+def rounding_args(method: Callable[..., Any], rounded: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(*rounded(*args), **kwargs)
+
+
+def text_of(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model)
+
+
+def pools_of(config: Any) -> bool:
+    """Whether a run's index keys are pooled at each query, which a cache has as they are."""
+    return hasattr(config, "indexer_compress_ratio") or hasattr(config, "index_kpool")
+
+
+@contextmanager
+def rounding_runs() -> Iterator[None]:
+    """The keys of runs that Qwen3.8-Flash-Next [runs, 1, D] and GLM-5.3-Flash make of their caches at each query."""
+    turn, pool = modeling_qwen4_exp.apply_rotary_pos_emb, Glm5NextTextIndexer.get_pooled_states
+
+    def turn_and_round(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = turn(x, *args, **kwargs)
+        return round_index(made) if isinstance(made, Tensor) and x.dim() == 3 else made
+
+    def pool_and_round(*args: Any, **kwargs: Any) -> Any:
+        keys, *more = pool(*args, **kwargs)
+        return round_index(keys), *more
+
+    with (
+        patch.object(modeling_qwen4_exp, "apply_rotary_pos_emb", turn_and_round),
+        patch.object(Glm5NextTextIndexer, "get_pooled_states", pool_and_round),
+    ):
+        yield
 
 
 def ones(_layer: int) -> tuple[float, float]:
@@ -76,18 +140,17 @@ def ones(_layer: int) -> tuple[float, float]:
 @torch.inference_mode()
 def rounded_logits(model: Any, tokens: list[int], scales: Scales = ones) -> Tensor:
     """[T, V]"""
+    attentions = [getattr(layer, "self_attn", None) for layer in text_of(model).layers]
     hooks = [
         attention.kv_b_proj.register_forward_pre_hook(
             lambda _module, args, layer=layer: (round_fp8(args[0], scales(layer)[0]),)
         )
-        for layer, attention in enumerate(each.self_attn for each in model.model.layers)
+        for layer, attention in enumerate(attentions)
         if hasattr(attention, "kv_b_proj")
     ]
-    if hasattr(model.config, "index_topk"):
-        cache: DynamicCache = RoundingIndexCache(config=model.config)
-    else:
-        cache = DynamicCache() if hooks else RoundingCache(scales)
-    logits: Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0].float()
+    with rounding_runs():
+        cache = rounding_cache(model, scales, has_latents=bool(hooks))
+        logits: Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0].float()
     for hook in hooks:
         hook.remove()
     return logits
@@ -135,7 +198,7 @@ def open_engine() -> Iterator[Open]:
 
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ON_A_CPU])
 def test_logits_are_those_of_a_cache_that_rounds(
     name: str, level: int, open_engine: Open, checkpoints: Any, references: Any
 ):

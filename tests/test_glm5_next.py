@@ -14,7 +14,10 @@ import tiny
 from law import assert_same_logits
 from passes.test_shard import logits_of_ranks
 from probe import assert_logits
+from rank_checks import EVENTFUL, assert_tokens_of_groups
 from semantic import assert_same_as_transformers
+from test_fp8_kv import assert_same
+from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
 from atom.assemble.kv_blocks import state_kinds
@@ -22,6 +25,8 @@ from atom.compiler import semantic_graph
 from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import Mesh
+
+__all__ = ["thread_ranks"]
 
 CONFIG = Path(__file__).parent / "configs" / "glm_5_3_flash.json"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -101,6 +106,23 @@ def test_ranks_give_the_logits_of_the_whole(mesh: Mesh, saved: Saved):
     tokens = tiny.prompt(37)
     made = logits_of_ranks([f"checkpoint={saved[0]}", "dtype=fp32"], tokens, mesh)
     assert_same_logits(made[0], tiny.logits(saved[1], tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"parallel.data": 2, "parallel.experts": 2}], ids=str)
+def test_ranks_and_groups_give_the_tokens_of_one(
+    divided: dict[str, Any], saved: Saved, opened: Any, thread_ranks: list[ThreadRanks]
+):
+    engine = opened(**EVENTFUL, state_memory=1 << 16, **divided)
+    assert_tokens_of_groups(engine, saved[1])
+    assert thread_ranks[0].meeting.num_collectives > 2 * engine.metrics.scheduler.num_steps
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_latents_and_keys_of_runs_in_fp8_are_those_of_a_cache_that_rounds(level: int, saved: Saved, opened: Any):
+    engine = opened(level=level, kv_cache_dtype="fp8", max_num_batched_tokens=32)
+    assert_same(engine, saved[1])
+    assert engine.metrics.scheduler.num_chunks > 0
 
 
 def test_drafts_that_are_rejected_amid_runs_change_nothing(tmp_path: Path, opened: Any):

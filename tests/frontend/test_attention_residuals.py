@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,23 @@ import kimi
 import pytest
 import tiny
 import torch
-from law import assert_same_logits
+from law import assert_same_logits, relative_error
 from passes.test_shard import logits_of_ranks
 from passes.test_split_stages import logits_of_stages
 from probe import assert_logits
+from rank_checks import EVENTFUL, assert_tokens_of_groups
 from semantic import assert_same_as_transformers
+from test_fp8_kv import round_fp8
+from thread_ranks import ThreadRanks, thread_ranks
+from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
 from atom.cli import main
 from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import Mesh
+
+__all__ = ["thread_ranks"]
 
 MODEL_FILES = Path(__file__).parents[2] / "conf" / "model"
 K3_FOLDER: dict[str, Any] = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "tie_word_embeddings": False,
@@ -84,6 +91,36 @@ def test_chunks_batches_hits_and_preemption_change_nothing(name: str, saved: dic
         engine.close()
     assert counts[0].num_preemptions > 0 and counts[1].num_prefix_hit_tokens > 0
     assert all(each.num_chunks > 0 for each in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"parallel.data": 2, "parallel.experts": 2}], ids=str)
+def test_ranks_and_groups_give_the_tokens_of_one(
+    divided: dict[str, Any], saved: dict[str, tuple[Path, Any]], thread_ranks: list[ThreadRanks]
+):
+    folder, model = saved["kimi_k3"]
+    fields = {"dtype": "fp32", "level": 1, "state_memory": 1 << 16, **EVENTFUL, **divided}
+    with closing(LLMEngine(model=str(folder), **fields)) as engine:
+        assert_tokens_of_groups(engine, model)
+        assert thread_ranks[0].meeting.num_collectives > 2 * engine.metrics.scheduler.num_steps
+
+
+class RoundsLatents(kimi.KimiK3):
+    """Whose latents are those of a cache in fp8."""
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        made = super().norm(x, name)
+        return round_fp8(made, 1.0) if "kv_a_layernorm" in name else made
+
+
+def test_latents_without_positions_may_be_in_fp8(saved: dict[str, tuple[Path, Any]]):
+    folder, _ = saved["kimi_k3"]
+    rounding, tokens = RoundsLatents(kimi.KIMI_K3), tiny.prompt(60)
+    fields = {"dtype": "fp32", "level": 1, "kv_cache_dtype": "fp8", "num_kvcache_blocks": 32}
+    with closing(LLMEngine(model=str(folder), max_num_batched_tokens=32, **fields)) as engine:
+        assert_logits(engine, tokens, rounding)
+        assert engine.metrics.scheduler.num_chunks > 0
+    assert relative_error(tiny.logits(rounding, tokens), tiny.logits(saved["kimi_k3"][1], tokens)) > 1e-3
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0

@@ -28,7 +28,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths only; the longest first
     "fp8-block-experts", "chosen-tokens", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros", "lora", "images",
-    "whole-images", "class-tokens", "pooled-runs", "chosen-blocks", "fp8-kv", "dense",
+    "whole-images", "class-tokens", "latent-sinks", "mean-runs",
+    "attention-residuals", "latent-windows", "pooled-runs", "chosen-blocks", "fp8-kv", "dense",
     "windows", "shared-kv", "delta-rule", "mamba-2", "selective-scan", "lightning", "short-convolution",
     "shared-prefix", "delta-rule-ngram", "delta-rule-mtp", "ngram", "suffix", "sleep", "level-3", "level-0", "grammar",
     "scaled-gemm",
@@ -46,7 +47,7 @@ class Outcome(NamedTuple):
     machine: str = ""  # the device and the versions that it ran with
 
     def line(self) -> str:
-        return f"{self.name:<18} {self.status:<8} {self.seconds:6.1f} s  {self.about}"
+        return f"{self.name:<19} {self.status:<8} {self.seconds:6.1f} s  {self.about}"
 
 
 Process = subprocess.Popen[bytes]

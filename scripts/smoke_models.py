@@ -22,13 +22,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atom.compiler import compile_graph
+from atom.config import ModelConfig
 from atom.config.load import load
+from atom.frontend.ngrams import head_rows
 from atom.graph import TORCH_DTYPES, Type
 from atom.graph.parts import parts_of
 from atom.graph.recipes import leaves
 
 GAIN = 1.5  # of a weight's numbers, times what keeps the size of its outputs
 LORA_RANK, LORA_ALPHA = 8, 16
+SIZES = "ngram_heads_vocab_sizes"  # ends the name of a tensor of sizes of heads
 COMMON: dict[str, Any] = {
     "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
     "intermediate_size": 2048, "vocab_size": 512, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
@@ -37,6 +40,8 @@ COMMON: dict[str, Any] = {
 MLA = {"num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
        "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 512, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# of models that only the float32 of a CPU is compared with, which takes as long as their linears
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 16}
 
 
 def qwen3(**changes: Any) -> dict[str, Any]:
@@ -69,6 +74,63 @@ def deepseek_v32(**changes: Any) -> dict[str, Any]:
              "num_attention_heads": 64, "num_key_value_heads": 64, "index_n_heads": 64, "index_head_dim": 128,
              "index_topk": 64}  # fmt: skip
     return deepseek_v3() | named | changes
+
+
+def hy_v4(**changes: Any) -> dict[str, Any]:
+    """Three layers with sinks over gated residual streams, of which the last attends to what the second chose."""
+    named = {"model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "num_hidden_layers": 3, "hc_mult": 3,
+             "indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse"],
+             "num_key_value_heads": 16, "swiglu_limit": 7.0}  # fmt: skip
+    return deepseek_v32() | SMALL | named | changes
+
+
+def dots3_note(**changes: Any) -> dict[str, Any]:
+    """Two layers with latents: one chooses tokens, the other has a window and sizes of its own."""
+    window = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 256, "q_lora_rank": 128,
+              "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 192}  # fmt: skip
+    ropes = {"indexed_attention": {"rope_type": "default", "rope_theta": 8e7},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 50000.0}}  # fmt: skip
+    named = {"model_type": "dots3_note_text", "architectures": ["Dots3NoteForCausalLM"], "head_dim": 192,
+             "layer_types": ["indexed_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+             "per_layer_config": {"1": window}, "rope_parameters": ropes, "sliding_window": 64,
+             "num_key_value_heads": 16, "shared_experts_intermediate_size": 128}  # fmt: skip
+    base = {key: value for key, value in deepseek_v32().items() if key != "rope_theta"}
+    return base | SMALL | named | changes
+
+
+def qwen4_exp(**changes: Any) -> dict[str, Any]:
+    """Two layers, of a gated delta rule and of attention to runs that an indexer chooses by the mean of their keys.
+
+    The first one reads n-grams of the last tokens; four gated residual streams.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [11, 11, 10]}
+    named = {"model_type": "qwen4_exp_text", "architectures": ["Qwen4ExpForCausalLM"], "rope_parameters": rope,
+             "layer_types": ["linear_attention", "indexed_attention"], "linear_num_key_heads": 4,
+             "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 8,
+             "shared_expert_intermediate_size": 128, "hc_count": 4, "hc_lowrank": 64, "output_gate_type": "sigmoid",
+             "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 64,
+             "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 256, "ple_conv_kernel_size": 3,
+             "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 1000, "split_ngram_parts": 4,
+             "make_ngram_vocab_size_divisible_by": 128, "eos_token_id": 7}  # fmt: skip
+    return {key: value for key, value in COMMON.items() if key != "rope_theta"} | EXPERTS | SMALL | named | changes
+
+
+def kimi_k3(**changes: Any) -> dict[str, Any]:
+    """Two layers, of KDA and of gated latents without positions; blocks attend over sums of what earlier ones gave."""
+    linear = {"num_heads": 8, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0,
+              "use_full_rank_gate": True, "kda_layers": [1], "full_attn_layers": [2]}  # fmt: skip
+    text = COMMON | MLA | EXPERTS | SMALL | {
+        "model_type": "kimi_linear", "mla_use_nope": True, "mla_use_output_gate": True, "linear_attn_config": linear,
+        "attn_res_block_size": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_experts": 8,
+        "num_experts_per_token": 2, "num_shared_experts": 1, "routed_expert_hidden_size": 128,
+        "latent_moe_use_norm": True, "hidden_act": "situ", "activation_situ_beta": 0.8,
+        "activation_situ_linear_beta": 1.5, "moe_router_activation_func": "sigmoid", "moe_renormalize": True,
+        "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True,
+        "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    return {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"],
+            "text_config": text | changes, "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14},
+            "tie_word_embeddings": False}  # fmt: skip
 
 
 def minimax_m3(**changes: Any) -> dict[str, Any]:
@@ -184,7 +246,8 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loud
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    graph = compile_graph(load([f"checkpoint={folder}", "device=cpu", "level=0", *overrides]))
+    loaded = load([f"checkpoint={folder}", "device=cpu", "level=0", *overrides])
+    graph = compile_graph(loaded)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, leaf in graph.stored().items():
@@ -194,9 +257,24 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loud
                 tensors[name] *= loudness
         else:
             tensors |= draw_parts(leaf, generator)
+    for name in [name for name in tensors if name.endswith(SIZES)]:
+        tensors |= hash_ngrams(name.removesuffix(SIZES), loaded.model, tensors)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def hash_ngrams(at: str, model: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What n-grams are hashed by: the rows of each head, which are primes, where they start, and odd multipliers."""
+    (layer,) = (int(part) for part in at.split(".") if part.isdigit())
+    sizes = torch.tensor(head_rows(model.ngrams, layer))
+    num = len(tensors[f"{at}layer_multipliers"])
+    made = {
+        SIZES: sizes,
+        "ngram_heads_offsets": sizes.cumsum(0) - sizes,
+        "layer_multipliers": 2 * torch.arange(num) + 7,
+    }
+    return {f"{at}{name}": tensor for name, tensor in made.items()}
 
 
 def draw(name: str, type: Type, generator: torch.Generator) -> Tensor:

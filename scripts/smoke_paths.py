@@ -43,10 +43,13 @@ from scripts.smoke_models import (  # noqa: E402
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
+    dots3_note,
     gemma3,
     gemma4,
     gpt_oss,
+    hy_v4,
     internvl,
+    kimi_k3,
     lfm2,
     mamba,
     minimax,
@@ -56,6 +59,7 @@ from scripts.smoke_models import (  # noqa: E402
     qwen3_5,
     qwen3_moe,
     qwen3_vl,
+    qwen4_exp,
     write_adapter,
     write_checkpoint,
 )
@@ -365,6 +369,25 @@ def pooled_runs(session: Session) -> str:
     return session.compare(Check(session.write(deepseek_v4()), (300,), dtype="fp32"))
 
 
+def latent_sinks(session: Session) -> str:
+    return session.compare(Check(session.write(hy_v4()), (150,), dtype="fp32"))
+
+
+def latent_windows(session: Session) -> str:
+    return session.compare(Check(session.write(dots3_note()), (150,), dtype="fp32"))
+
+
+def mean_runs(session: Session) -> str:
+    """Runs by the mean of their index keys, and n-grams, of which a sequence keeps the last tokens."""
+    fields = {"state_memory": 1 << 26}
+    return session.compare(Check(session.write(qwen4_exp()), (150,), dtype="fp32", fields=fields))
+
+
+def attention_residuals(session: Session) -> str:
+    fields = {"state_memory": 1 << 26}
+    return session.compare(Check(session.write(kimi_k3()), (150,), dtype="fp32", fields=fields))
+
+
 def fp8_kv(session: Session) -> str:
     def check_dtype(engine: LLMEngine) -> None:
         runner: Any = engine._engine.runner
@@ -633,6 +656,10 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "chosen-tokens": chosen_tokens,
     "chosen-blocks": chosen_blocks,
     "pooled-runs": pooled_runs,
+    "latent-sinks": latent_sinks,
+    "latent-windows": latent_windows,
+    "mean-runs": mean_runs,
+    "attention-residuals": attention_residuals,
     "fp8-kv": fp8_kv,
     "windows": windows,
     "shared-prefix": shared_prefix,

@@ -36,6 +36,7 @@ TEXTS = {
     "llava",
     "llava_mistral",
     "mistral4",
+    "mistral_large4",
     "mllama",
     "molmo2",
     "muse_glimmer",

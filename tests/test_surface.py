@@ -71,7 +71,7 @@ SAMPLING = {
 }
 
 CONFIG = """
-model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias classifier state_dtype layer_scalar kv_shared_from residual weights ignore
+model: name architectures model_types auto hidden layers loops vocab max_position tied head_bias classifier state_dtype layer_scalar kv_shared_from kv_layers residual weights ignore
 model: assumes embedding_affine embedding_norm embedding_norm_weight embedding_rows learned_positions position_offset transposed embedding_scale embedding_scale_root residual_scale scales logits_divisor logits_scale logits_softcap mlp_layer_types layer_types layer_pattern branches shared_blocks mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
@@ -81,27 +81,27 @@ quant: fmt experts head plain formats max_kl choices calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight unweighted weighs_input bias offset final final_offset before gated gate_rank after after_eps after_only
-model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
-model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
+model.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank ssmax q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
+model.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every no_rope_key window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
 model.attention.compress: every overlaps
-model.attention.index: heads dim top_k every block local interleaved last eps layers
-model.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
+model.attention.index: heads dim top_k every block local interleaved last reads eps layers
+model.attention.rope: kind theta partial dims interleaved learned sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.attention.rope: short_factor long_factor short_mscale long_mscale
-model.attention.window_rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
+model.attention.window_rope: kind theta partial dims interleaved learned sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.mlp.0: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
 model.mlp.0: every first last skip
 model.mlp.0.router: method score correction ranks weighs jitter bias transposed groups top_groups renormalize scale logits_scale scale_by_expert hidden carried own_norm
-model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
-model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
+model.blocks.NAME.attention: kind heads kv_heads head_dim bias o_bias clip gate gate_act o_norm gate_bias adapter_rank ssmax q_joined latent_scale qk_norm qk_norm_weight cca_taps v_norm k_is_v scale scale_dim softcap sinks
+model.blocks.NAME.attention: qkv_chunks qkv_order alibi chunked full_rope dense_rope rope_layers no_rope_every no_rope_key window window_from q_rank o_rank o_groups kv_rank nope_dim rope_dim value_dim
 model.blocks.NAME.attention.compress: every overlaps
-model.blocks.NAME.attention.index: heads dim top_k every block local interleaved last eps layers
-model.blocks.NAME.attention.rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
+model.blocks.NAME.attention.index: heads dim top_k every block local interleaved last reads eps layers
+model.blocks.NAME.attention.rope: kind theta partial dims interleaved learned sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.blocks.NAME.attention.rope: short_factor long_factor short_mscale long_mscale
-model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
+model.blocks.NAME.attention.window_rope: kind theta partial dims interleaved learned sections sections_interleaved factor original_max_position low_freq_factor high_freq_factor
 model.blocks.NAME.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth growth_kind growth_offset truncate factors
 model.blocks.NAME.attention.window_rope: short_factor long_factor short_mscale long_mscale
 model.blocks.NAME.mlp: kind width widths sparsity activation limit limits shared_limits alpha bias down_norm shared_bias adapter_rank experts top_k expert latent shared shared_width shared_gate shared_mean zero_experts zero_gives after_norm expert_norm latent_norm transposed down_transposed interleaved
@@ -152,7 +152,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 afmoe alice_ai apertus apertus1p5 arcee aria auto axk1 axk2 baichuan bailing_moe bailing_moe_v2 bailing_moe_v3 bamba beam biogpt bloom codegen chatglm cohere cohere2 cohere2_moe cohere_compass cosmos3_edge cwm dbrx decoder deepseek deepseek_v3 deepseek_v4 deepseek_v32 dory dots1 dots3_note eagle3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma
 gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa gpt2 gpt_bigcode gpt_neo glm_ocr gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared granitemoe_swa granite_swa helium hrm_text hunyuan_dense hunyuan_moe hy_v3 hy_v4
-hyperclovax internlm2 internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_k3 kimi_linear kimi_vl laguna kolibri1 lfm2 lfm2_moe lfm3 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash mllama mimo minicpm minicpm3 minicpmv minimax_m2 minimax_m3 minimax_text_01 ministral ministral3 mistral mistral4 mixtral molmo2 mpt muse_glimmer muse_spark nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt paligemma paligemma2 persimmon orion ouro pangu_embedded param2moe paddleocr_vl phi phi3 phimoe qwen2 qwen2_audio qwen2_moe qwen2_vl qwen2_5_vl
+hyperclovax internlm2 internlm3 jais2 jamba kimi_k2 kimi_k25 kimi_k3 kimi_linear kimi_vl laguna kolibri1 lfm2 lfm2_moe lfm3 llama llama4 llava llava_mistral longcat_flash mamba mamba2 mellum mimo_v2_flash mllama mimo minicpm minicpm3 minicpmv minimax_m2 minimax_m3 minimax_text_01 ministral ministral3 mistral mistral4 mistral_large4 mixtral molmo2 mpt muse_glimmer muse_spark nemotron nemotron_h nemotron_h_moe olmo olmo2 olmo3 olmo_hybrid olmoe opt paligemma paligemma2 persimmon orion ouro pangu_embedded param2moe paddleocr_vl phi phi3 phimoe qwen2 qwen2_audio qwen2_moe qwen2_vl qwen2_5_vl
 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp sarvam_mla seed_oss smollm2 smollm3 solar_open stablelm starcoder2 step3p5 vaultgemma voxtral youtu zamba2 zaya
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,14 @@ ONLY_GQA: dict[str, Any] = {  # fields of attention and their only values of oth
     "k_is_v": False,
     "adapter_rank": None,
 }
-INDEX_KINDS = {"interleaved": "mla", "last": "mla", "eps": "mla", "local": "gqa"}  # field of an indexer -> its kind
+ONLY_MLA: dict[str, Any] = {"ssmax": False, "no_rope_key": True}  # as ONLY_GQA
+INDEX_KINDS = {
+    "interleaved": "mla",
+    "last": "mla",
+    "reads": "mla",
+    "eps": "mla",
+    "local": "gqa",
+}  # field of an indexer -> its kind
 
 
 def derive_attention(config: Config, attention: AttentionConfig, at: str, max_model_len: int) -> AttentionConfig:
@@ -55,6 +62,8 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.heads=0: layers have this attention; set 1 at least")
     head_dim = mla_head_dim(attention, at) if attention.kind == "mla" else gqa_head_dim(attention, model.hidden, at)
     check_mqa(attention, at)
+    if attention.kind != "mla":
+        check_only(ONLY_MLA, attention, at)
     if attention.qk_norm not in QK_NORMS[attention.kind]:
         raise UnsupportedError(f"{at}.qk_norm={attention.qk_norm} is not supported for kind {attention.kind}")
     check_compress(attention, at)
@@ -71,6 +80,7 @@ def derive_attention(config: Config, attention: AttentionConfig, at: str, max_mo
         raise ConfigError(f"{at}.gate_bias=true is for gate=element, not for gate={attention.gate}; leave it out")
     if attention.rope_layers is not None:
         check_count(attention.rope_layers, model.stored_layers, f"{at}.rope_layers")
+    check_shared_keys(model, attention, at)
     if attention.index is not None and attention.index.layers is not None:
         check_count(attention.index.layers, model.stored_layers, f"{at}.index.layers")
         check_shared_choices(model, attention.index.layers, at)
@@ -115,6 +125,14 @@ def check_shared_choices(model: ModelConfig, words: Sequence[str], at: str) -> N
     first = next((words[model.layer_like(layer)] for layer in layers_of_attention(model, at)), None)
     if first == "shared":
         raise ConfigError(f"{at}.index.layers: the first layer shares what no layer before it chose")
+
+
+def check_shared_keys(model: ModelConfig, attention: AttentionConfig, at: str) -> None:
+    """Check that layers which read the KV of another one rotate queries as that one does keys."""
+    for layer in layers_of_attention(model, at):
+        source = model.kv_layer(layer)
+        if attention.has_rope(model.layer_like(layer)) != attention.has_rope(model.layer_like(source)):
+            raise ConfigError(f"{at}: layer {layer} reads the KV of layer {source}, and only one of them has a rope")
 
 
 def check_ropes_by_type(config: Config, attention: AttentionConfig, at: str) -> None:
@@ -186,7 +204,7 @@ def check_mqa(attention: AttentionConfig, at: str) -> None:
     """Check the fields of attention whose only key is its value."""
     if attention.kind != "mqa":
         return
-    check_only_gqa(attention, at)
+    check_only(ONLY_GQA, attention, at)
     if attention.gate != "none":
         raise UnsupportedError(f"{at}.gate={attention.gate} is not supported for kind mqa")
     for name in ("q_rank", "o_rank"):
@@ -213,9 +231,9 @@ def check_compress(attention: AttentionConfig, at: str) -> None:
         raise ConfigError(f"{at}.compress.every has no value; it is the tokens of a run")
 
 
-def check_only_gqa(attention: AttentionConfig, at: str) -> None:
-    """Check that other kinds have none of gqa's fields."""
-    for name, value in ONLY_GQA.items():
+def check_only(values: Mapping[str, Any], attention: AttentionConfig, at: str) -> None:
+    """Check that an attention has none of another kind's fields, which have these values then."""
+    for name, value in values.items():
         if getattr(attention, name) != value:
             kind = f"kind {attention.kind}"
             raise UnsupportedError(f"{at}.{name}={spelled(getattr(attention, name))} is not supported for {kind}")
@@ -225,7 +243,7 @@ def mla_head_dim(attention: AttentionConfig, at: str) -> int:
     for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
         if getattr(attention, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind mla needs it")
-    check_only_gqa(attention, at)
+    check_only(ONLY_GQA, attention, at)
     if attention.window is not None and attention.index is not None:
         raise UnsupportedError(f"{at}.window={attention.window} is not supported with an index")
     if attention.q_joined and attention.q_rank is None:
@@ -271,8 +289,9 @@ def check_index_dim(attention: AttentionConfig, rope: RopeConfig, at: str) -> No
 
 
 def check_token_index(attention: AttentionConfig, index: IndexConfig, at: str) -> None:
-    if attention.q_rank is None:
-        raise UnsupportedError(f"{at}.index: it reads the latent of queries, which have none; set {at}.q_rank")
+    if attention.q_rank is None and index.reads == "latent":
+        latent = "it reads the latent of queries, which have none"
+        raise UnsupportedError(f"{at}.index: {latent}; set {at}.q_rank, or {at}.index.reads=hidden")
     if index.every > 1 and attention.rope.kind != "none":
         every = f"{at}.index.every={index.every}"
         raise UnsupportedError(f"{every}: keys of runs are of layers without positions; set {at}.rope.kind=none")

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ OF_SUMS: dict[str, Any] = {  # fields of a model and their only values where blo
 MAX_BRANCHES = 2  # of a layer, each with a norm of its own
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(
-    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|ngram_(multipliers|sizes|starts)|(index_)?run_bias|(attention|mlp|final)_mix_norm"
+    r"sinks|d2t|o_gate_bias|[kv]_scale|router_(correction|norm)|image_correction|expert_scale|experts_(gate|up|down)(_bias)?|alpha_[pn]|layer_scalar|section_state|[a-z_]+_channels|(attention|mlp)_residual|altup_scale|\w+_(factor|offset)|router_share|cca_temperature|rope_exponents|(index_)?ssmax_(scale|bias)|(delta|mamba)_(decay|step|skip)|hyper_\w+|expert_table|ngram_(multipliers|sizes|starts)|(index_)?run_bias|(attention|mlp|final)_mix_norm"
 )
 
 
@@ -327,15 +327,36 @@ def check_added(model: ModelConfig) -> None:
 
 
 def check_kv_layers(model: ModelConfig) -> None:
-    """Check that the layers that share KV have attention of kind gqa, and an earlier layer of their type."""
+    """Check that the layers that share KV have an attention that can, and an earlier layer like them."""
     first, at = model.kv_shared_from, f"model.kv_shared_from={model.kv_shared_from}"
+    if model.kv_layers is not None:
+        return check_listed_kv(model, model.kv_layers)
     for layer in range(model.layers if first is None else first, model.layers):
         kind, shared = model.layer_type(layer), model.kv_layer(layer)
         if shared == layer:
             raise ConfigError(f"{at}: no layer of type {kind} before it keeps KV for layer {layer}; set more")
         blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
-        if not any(block.kind == "gqa" and block.cca_taps is None for block in blocks):
-            raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa, without cca_taps")
+        if not any(block.kind != "mqa" and block.cca_taps is None for block in blocks):
+            raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa, without cca_taps, or mla")
+
+
+def check_listed_kv(model: ModelConfig, listed: Sequence[int]) -> None:
+    """Check that model.kv_layers names an earlier layer for each that keeps no KV, alike in what it keeps."""
+    at = "model.kv_layers"
+    if model.kv_shared_from is not None:
+        raise ConfigError(f"{at}: model.kv_shared_from={model.kv_shared_from} says it, too; leave one out")
+    check_count(listed, model.layers, at)
+    for layer, source in enumerate(listed[: model.layers]):
+        given = f"{at}: layer {layer} reads the KV of layer {source}"
+        if not 0 <= source <= layer or listed[source] != source:
+            raise ConfigError(f"{given}, which is no earlier layer with KV of its own")
+        blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
+        if source == layer:
+            continue
+        if model.layer_type(layer) != model.layer_type(source):
+            raise ConfigError(f"{given}, which is of another type")
+        if not blocks or any(each.kind == "mqa" or each.cca_taps is not None for each in blocks):
+            raise UnsupportedError(f"{given}; its attention is not of kind gqa, without cca_taps, or mla")
 
 
 def block_named(model: ModelConfig, name: str) -> AttentionConfig | None:
@@ -348,7 +369,7 @@ def block_named(model: ModelConfig, name: str) -> AttentionConfig | None:
 def unread_of_shared(model: ModelConfig) -> list[str]:
     """The tensors that layers which share KV may have stored all the same, of keys and values."""
     layers = [layer for layer in range(model.layers) if model.kv_layer(layer) != layer]
-    roles = [role for role in ("k", "v", "k_norm", "k_scale", "v_scale") if role in model.weights]
+    roles = [role for role in ("k", "v", "k_norm", "kv_a", "kv_a_norm", "k_scale", "v_scale") if role in model.weights]
     stored = [stored_name(model, role, layer) for layer in layers for role in roles]
     own = {stored_name(model, role, layer) for layer in layers for role in ("q", "o") if role in model.weights}
     return [f"{name}*" for name in stored if name not in own]

@@ -106,6 +106,7 @@ class RopeConfig:
     attention_factor: float | None = number(None, 0, 1_000_000)  # yarn, longrope: scale of cos and sin; null derives it
     mscale: float | None = number(None, 0, 1_000_000)  # yarn
     mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn
+    learned: bool = False  # each frequency is times e to the power of a stored number (LeRoPE)
     query_growth: float = number(0.0, 0)  # queries times 1 + it * ln(1 + position // original_max_position)
     growth_kind: str = one_of("log", "power")  # power: times (1 + position / original_max_position) ** query_growth
     growth_offset: int = number(0, 0, INT32)  # added to the position that query_growth divides
@@ -129,7 +130,8 @@ class IndexConfig:
     local: int = number(1, 1, INT32)  # gqa: blocks that are always chosen, a query's own and those before it
     interleaved: bool = False  # the rope of the attention turns its first dims, as rope.interleaved does
     last: bool = False  # mla: it turns the last dims
-    eps: float = number(1e-6, 0)  # of the layer norm of keys
+    reads: str = one_of("latent", "hidden")  # mla: its queries: that of q, or hidden states, by a layer norm
+    eps: float = number(1e-6, 0)  # of the layer norms of keys and of hidden states
     layers: list[str] | None = None  # by layer: full, shared with the last full one, or none; null: all are full
 
 
@@ -157,6 +159,7 @@ class AttentionConfig:
     gate_bias: bool = False  # gate=element: on it, a number for each head
     o_norm: str = one_of("none", "whole", "per_head")  # gqa: of what o reads; per_head: ahead of the gate
     adapter_rank: int | None = number(None, 1, INT32)  # gqa: of linears that each use adds to q, k and v; null: none
+    ssmax: bool = False  # mla: queries, and its indexer's, are times a * ln(position + 1) + b, by head, both stored
     q_joined: bool = False  # mla: queries read their latent as it is after its norm, and as it is before
     latent_scale: float | None = number(None, 0, above=True)  # mla: of normed latents of keys and values; null: 1
     qk_norm: str = one_of(
@@ -184,6 +187,7 @@ class AttentionConfig:
     rope_dim: int | None = number(None, 0, INT32)  # mla: rotated dims of a head, one key for all of them; 0: none
     value_dim: int | None = number(None, 1, INT32)  # dims of a head's values; null: head_dim
     rope: RopeConfig = field(default_factory=RopeConfig)  # mqa: of the last dims of a head
+    no_rope_key: bool = True  # mla: layers without a rope share a key of rope_dim, too; false: nope_dim is larger there
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
     dense_rope: bool = False  # layers without experts have one, whatever full_rope says
@@ -191,6 +195,15 @@ class AttentionConfig:
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
     compress: CompressConfig | None = None  # mqa: entries of runs that have ended are seen, too; null: tokens only
     index: IndexConfig | None = None  # chooses what queries see: mla: tokens, gqa: blocks or runs, mqa: runs; null: all
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer of this attention may have a rope, by its number."""
+        every = self.no_rope_every
+        return bool(self.rope_layers[layer]) if self.rope_layers is not None else not every or (layer + 1) % every != 0
+
+    def has_index(self, layer: int) -> bool:
+        """Whether a layer of this attention chooses by itself what its queries see, by its number."""
+        return self.index is not None and (self.index.layers is None or self.index.layers[layer] == "full")
 
 
 @dataclass
@@ -706,6 +719,7 @@ class ModelConfig:
     layer_types: list[str] | None = None  # full_attention, sliding_attention or those of branches; null: layer_pattern
     layer_pattern: list[str] | None = None  # layer types, repeated over the layers; null: they have none
     kv_shared_from: int | None = number(None, 1, INT32)  # layers from it on read the KV of one before, of their type
+    kv_layers: list[int] | None = None  # by layer: whose KV it reads, its own or an earlier one's; null: kv_shared_from
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored after the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
@@ -763,6 +777,8 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """The layer whose KV a layer's attention reads: its own, or that of an earlier one of its type."""
         first = self.kv_shared_from
+        if self.kv_layers is not None and layer < self.layers:
+            return self.kv_layers[layer]
         if first is None or not first <= layer < self.layers:
             return layer
         own = self.layer_type(layer)
@@ -788,7 +804,7 @@ class ModelConfig:
     def keeps_state(self, layer: int) -> bool:
         """Whether a layer keeps something of a sequence, as attention of its own KV does, and an mlp does not."""
         if self.kv_layer(layer) != layer:
-            return False
+            return any(attention.has_index(self.layer_like(layer)) for attention in self.attentions)
         others = (self.blocks.get(name) for name in self.branches_of(layer) if name != "mlp")
         return any(block is None or block.mlp is None for block in others)
 

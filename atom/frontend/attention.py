@@ -13,7 +13,7 @@ from atom.frontend.compressed import pool_by_gate, write_runs
 from atom.frontend.mlp import mlp_of
 from atom.frontend.rope import Rotary, rope_freqs, rotary_scale, rotate, rotate_halves, rotate_last
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Full, Recipe, Repeat, Type, W, ops
+from atom.graph import KV, Full, LearnedFreqs, Recipe, Repeat, Type, W, ops
 from atom.graph.ops.latent import latent_entry
 from atom.graph.ops.sparse import index_entry
 from atom.graph.recipe_ranges import cat
@@ -232,9 +232,13 @@ def weigh(writer: Writer, a: Node, gate: Node, attention: AttentionConfig) -> No
 
 
 def kept_in(writer: Writer, cache: KV) -> tuple[Node, Node]:
-    """The keys and values that an earlier layer gives to its KV."""
-    calls = (node for node in writer.program.nodes if node.target is ops.attention)
-    k, v = next(node.args[1:3] for node in calls if node.args[3].name == writer.prefix + cache.name)
+    """The keys and values that an earlier layer gives to its KV, or its latents and rotated keys."""
+    before = {ops.attention: 1, ops.mla_attention: 2}  # arguments ahead of both, which the cache follows
+    calls = ((before[node.target], node.args) for node in writer.program.nodes if node.target in before)
+    name = writer.prefix + cache.name
+    k, v = next(
+        args[at : at + 2] for at, args in calls if any(isinstance(each, KV) and each.name == name for each in args)
+    )
     return k, v
 
 
@@ -247,9 +251,11 @@ def scale_of(writer: Writer, role: str, layer: int) -> Recipe:
 
 def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | None, layer: int) -> Node:
     """Multi-head latent attention (DeepSeek-AI 2024)."""
-    model = writer.model
+    model, kv_layer = writer.model, writer.model.kv_layer(layer)
     heads, rank, rotated = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
     plain, value = required(attention.nope_dim), required(attention.value_dim)
+    if rotary is None and not attention.no_rope_key:
+        plain, rotated = plain + rotated, 0
     q_a, sizes = None, {"q": plain, "q_rope": rotated}
     if attention.gate == "query":
         sizes["gate"] = value
@@ -263,23 +269,20 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
             read = writer.call(ops.join, q_a, low, name="q_a")
         q = writer.linear(read, "q_b", rows, False, layer)
     q = writer.call(ops.split_heads, q, heads=heads, name="q")
+    if attention.ssmax:
+        q = scale_by_position(writer, q, "", layer)
     q, q_rope, *gates = writer.call(ops.split, q, sizes=[*sizes.values()], name=tuple(sizes))
-    kv_a = writer.linear(h, "kv_a", rank + rotated, attention.bias, layer)
-    latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, rotated], name=("latent", "k_rope"))
-    latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
-    latent = writer.scale(latent, attention.latent_scale)
-    k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
-    if attention.qk_norm == "rotated_key":
-        k_rope = writer.norm(k_rope, "k_rope_norm", layer, name="k_rope")
+    window, entry = window_of(model, attention, layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated)
+    cache = KV(writer.name("layer", kv_layer), entry, window)
+    is_own = kv_layer == layer
+    latent, k_rope = make_latent(writer, h, attention, rotated, layer) if is_own else kept_in(writer, cache)
     if rotary is not None:
         q = rotate(writer, q, rotary.grown, rotary.interleaved, "q")
         q_rope = rotate(writer, q_rope, rotary.queries, rotary.interleaved, "q_rope")
-        k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope")
-    window, entry = window_of(model, attention, layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated)
-    cache = KV(writer.name("layer", layer), entry, window)
-    more: list[Any] = [scale_of(writer, "k_scale", layer) if cache.type.dtype == "fp8_e4m3" else None, None]
+        k_rope = rotate(writer, k_rope, rotary.keys, rotary.interleaved, "k_rope") if is_own else k_rope
+    more: list[Any] = [scale_of(writer, "k_scale", kv_layer) if cache.type.dtype == "fp8_e4m3" else None, None]
     if attention.index is not None:
-        more[1] = choose_entries(writer, h, required(q_a), attention.index, rotary, layer)
+        more[1] = choose_entries(writer, h, q_a, attention, rotary, layer)
     more.append(sinks_of(writer, attention, layer))
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     attributes = {"scale": required(attention.scale)} | ({} if window is None else {"window": window})
@@ -289,17 +292,46 @@ def mla(writer: Writer, h: Node, attention: AttentionConfig, rotary: Rotary | No
     return writer.linear(merge_gated(writer, a, h, attention, layer, gate), "o", model.hidden, attention.o_bias, layer)
 
 
-def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotary: Rotary | None, layer: int) -> Node:
-    """The tokens i32[T, 1, k] that a layer's queries attend to, or those that an earlier layer chose."""
+def make_latent(writer: Writer, h: Node, attention: AttentionConfig, rotated: int, layer: int) -> tuple[Node, Node]:
+    """The latent [T, L] of keys and values, and the key [T, 1, rotated] that all heads share, ahead of its rope."""
+    rank = required(attention.kv_rank)
+    kv_a = writer.linear(h, "kv_a", rank + rotated, attention.bias, layer)
+    latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, rotated], name=("latent", "k_rope"))
+    latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
+    latent = writer.scale(latent, attention.latent_scale)
+    k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
+    if attention.qk_norm == "rotated_key":
+        k_rope = writer.norm(k_rope, "k_rope_norm", layer, name="k_rope")
+    return latent, k_rope
+
+
+def scale_by_position(writer: Writer, q: Node, prefix: str, layer: int) -> Node:
+    """q [T, N, D] times what its head's stored numbers, roles after a prefix, make of the position (Nakanishi 2025)"""
+    positions = writer.program.input("positions", Type("i64", ("T",)))
+    by_head = Type("fp32", (int(q.meta["type"].shape[1]),))
+    scale, bias = (W(writer.name(f"{prefix}ssmax_{part}", layer), by_head) for part in ("scale", "bias"))
+    scaled: Node = writer.call(ops.scale_by_position, q, positions, scale, bias, name=q.name)
+    return scaled
+
+
+def choose_entries(
+    writer: Writer, h: Node, q_a: Node | None, attention: AttentionConfig, rotary: Rotary | None, layer: int
+) -> Node:
+    """The tokens i32[T, 1, k] that a layer's queries attend to, or those that an earlier layer chose.
+
+    q_a: the normed latent of queries, which an indexer reads that reads no hidden states
+    """
+    index: IndexConfig = required(attention.index)
     model, made_by = writer.model, ops.index_topk if index.every == 1 else ops.run_tokens
     is_listed = index.layers is not None and layer < model.layers  # a layer that drafts has an indexer of its own
     if is_listed and required(index.layers)[model.layer_like(layer)] == "shared":
         return next(node for node in reversed(writer.program.nodes) if node.target is made_by)
-    q = writer.call(ops.split_heads, writer.linear(q_a, "index_q", index.heads * index.dim, False, layer),
+    read = required(q_a) if index.reads == "latent" else norm_of_index(writer, h, "index_q_norm", index.eps, layer)
+    q = writer.call(ops.split_heads, writer.linear(read, "index_q", index.heads * index.dim, False, layer),
                     heads=index.heads, name="index_q")  # fmt: skip
-    k = writer.linear(h, "index_k", index.dim, False, layer)
-    norm = (writer.weight("index_k_norm", (index.dim,), layer, part) for part in ("weight", "bias"))
-    k = writer.call(ops.layer_norm, k, *norm, eps=index.eps, name="index_k")
+    if attention.ssmax:
+        q = scale_by_position(writer, q, "index_", layer)
+    k = norm_of_index(writer, writer.linear(h, "index_k", index.dim, False, layer), "index_k_norm", index.eps, layer)
     k = writer.call(ops.split_heads, k, heads=1, name="index_k")
     if rotary is not None and rotary.keys is not None:
         turn = rotate_last if index.last else rotate
@@ -316,6 +348,13 @@ def choose_entries(writer: Writer, h: Node, q_a: Node, index: IndexConfig, rotar
     cache = KV(writer.name("layer", layer), entry, every=index.every, part="index")
     runs = writer.call(ops.index_topk, q, k, weights, cache, top_k=index.top_k, every=index.every, name="runs")
     return tokens_of_runs(writer, runs, index.every)
+
+
+def norm_of_index(writer: Writer, x: Node, role: str, eps: float, layer: int) -> Node:
+    """x [T, C] by a layer norm with a bias"""
+    norm = (writer.weight(role, (int(x.meta["type"].shape[-1]),), layer, part) for part in ("weight", "bias"))
+    normed: Node = writer.call(ops.layer_norm, x, *norm, eps=eps, name=role.removesuffix("_norm"))
+    return normed
 
 
 def tokens_of_runs(writer: Writer, runs: Node, every: int) -> Node:
@@ -406,7 +445,7 @@ def make_rotary(
 
     if rope.kind == "none":
         return Rotary(None, still(required(attention.head_dim), "q_"), rope.interleaved)
-    freqs, scale = rope_freqs(rope), rotary_scale(rope)
+    scale, freqs = rotary_scale(rope), freqs_of(writer, rope)
     if rope.sections is not None and rope_positions is not None:
         attributes = {"sections": rope.sections, "interleaved": rope.sections_interleaved, "scale": scale}
         pair_of_sections = writer.call(ops.rotary_sections, rope_positions, freqs, **attributes, name=("cos", "sin"))
@@ -422,6 +461,11 @@ def make_rotary(
     return Rotary(keys, queries, rope.interleaved, grown=grown)
 
 
+def freqs_of(writer: Writer, rope: RopeConfig) -> Recipe:
+    freqs = rope_freqs(rope)
+    return LearnedFreqs(W(writer.name("rope_exponents"), freqs.type), freqs) if rope.learned else freqs
+
+
 def every_of(attention: AttentionConfig) -> int | None:
     """The tokens of a run, if runs of them have entries that are rotated."""
     if attention.compress is not None:
@@ -434,10 +478,9 @@ def rope_of(model: ModelConfig, layer: int) -> RopeConfig | None:
     attention, like = attention_of(model, layer), model.layer_like(layer)
     if attention is None:
         return None
-    is_full, listed, every = window_of(model, attention, layer) is None, attention.rope_layers, attention.no_rope_every
-    has_none = every is not None and (like + 1) % every == 0 if listed is None else not listed[like]
+    is_full = window_of(model, attention, layer) is None
     has_full = attention.full_rope or (attention.dense_rope and mlp_of(model, layer).kind != "moe")
-    if has_none or (is_full and not has_full):
+    if not attention.has_rope(like) or (is_full and not has_full):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
     return None if rope.kind == "none" and not rope.query_growth else rope

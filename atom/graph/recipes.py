@@ -451,6 +451,23 @@ class RopeFreqs:
 
 
 @dataclass(frozen=True)
+class LearnedFreqs:
+    """Rotary frequencies fp32[dim / 2], each times e to the power of a stored number (LeRoPE)."""
+
+    part: Recipe
+    freqs: RopeFreqs
+
+    def __post_init__(self) -> None:
+        _need_part("learned_freqs", self.part)
+        need(isinstance(self.freqs, RopeFreqs), f"learned_freqs: {self.freqs!r} are no rope_freqs")
+        need(self.part.type == self.freqs.type, f"learned_freqs: {self.part.type} of frequencies {self.freqs.type}")
+
+    @cached_property
+    def type(self) -> Type:
+        return self.freqs.type
+
+
+@dataclass(frozen=True)
 class Measured:
     """A scale fp32[1] that the checkpoint does not have: 1.0 until a start measures it, see `runtime.kv.scales`."""
 
@@ -549,7 +566,9 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
 Constant = RopeFreqs | Measured | LoraStack | Full  # of no stored tensor
 Ranked = Share | Once | Offset  # of which each rank has its own
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Apply | Packing | Shuffle | Host | Constant | Ranked
+Recipe = (
+    W | Cat | Stack | Slice | Transpose | Shift | Apply | LearnedFreqs | Packing | Shuffle | Host | Constant | Ranked
+)
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | State]] = {
@@ -572,6 +591,7 @@ TEXT_NAMES: dict[str, type[Recipe | State]] = {
     "offset": Offset,
     "full": Full,
     "rope_freqs": RopeFreqs,
+    "learned_freqs": LearnedFreqs,
     "measured": Measured,
     "lora_stack": LoraStack,
     "KV": KV,

@@ -19,7 +19,7 @@ COMPILED = frozenset({
     ops.time_step, ops.ssm_decay, ops.group_rms_norm, ops.scale_by_expert, ops.mix_streams, ops.match_rms,
     ops.gaussian_topk, ops.sum_moments, ops.affine, ops.rotary_sections, ops.place_rows, ops.normalize_pixels,
     ops.interpolate_table, ops.stream_logits, ops.stream_gate, ops.sinkhorn, ops.attend_residuals, ops.run_tokens,
-    ops.steer,
+    ops.steer, ops.scale_by_position,
 })  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from atom.passes.match import cat_linears, form_of, have_same_form
 
 WRAPPERS = (
     ops.rope,
+    ops.scale_by_position,
     ops.rms_norm,
     ops.split_heads,
     ops.split,
@@ -34,12 +35,16 @@ def fuse_qkv(graph: Graph) -> Graph:
     for attention in graph.find(ops.attention):
         linears = dict.fromkeys(_projection(arg) for arg in attention.args[:3])  # one may give keys and values
         _fuse(graph, list(linears), "qkv")
+    caches: set[str] = set()
     for attention in graph.find(ops.mla_attention):
         q, kv_a = (_projection(attention.args[place]) for place in (0, 2))
+        if attention.args[5].name in caches:  # the latent is of an earlier layer
+            kv_a = q
+        caches.add(attention.args[5].name)
         if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
             q = _projection(q.args[0], (*WRAPPERS, ops.join))
         index_k = [k for k in _index_keys(attention) if k.target is ops.linear and form_of(k) == form_of(kv_a)]
-        _fuse(graph, [q, kv_a, *index_k], "qkv_a")
+        _fuse(graph, list(dict.fromkeys([q, kv_a, *index_k])), "qkv_a")
     for attention in graph.find(ops.mqa_attention):
         q, kv = map(_projection, attention.args[:2])
         _fuse(graph, [_projection(q.args[0]), kv], "qkv_a")

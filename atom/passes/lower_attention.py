@@ -12,7 +12,8 @@
     a = mqa_attention(q, kv, KV("0"), …)     ->     q = write_mqa(q, kv, KV("0"), batch)
                                                     a = paged_mqa_attention(q, KV("0"), batch, …)
 
-Layers may share KV: an attention of the keys and values of an earlier one, and its cache, writes nothing.
+Layers may share KV: an attention of the keys and values of an earlier one, or its latents, and its cache, writes
+nothing.
 
     a = attention(q, k, v, KV("0"), …)  ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), batch)
     …                                           a = paged_attention(q, KV("0"), batch, …)
@@ -31,6 +32,7 @@ Norms of q and k before the rope are part of it. A rope or norm that q and k do 
 becomes an input of the program. `lower_recurrent` lowers the ops with recurrent state.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -42,22 +44,16 @@ from atom.passes.lower_recurrent import lower_recurrent
 
 def lower_attention(graph: Graph) -> Graph:
     lower_recurrent(graph)
-    calls = graph.find(ops.attention)
-    writers: dict[tuple[object, str], Node] = {}
-    for call in calls:
-        writers.setdefault((call.graph, call.args[3].name), call)
-    readers = [call for call in calls if writers[call.graph, call.args[3].name] is not call]
-    for call in readers:
-        writer = writers[call.graph, call.args[3].name]
-        if call.args[1:4] != writer.args[1:4]:
-            at = f"its cache {call.args[3].name} is written by {writer.name}"
-            raise PassError(f"{call.name}: {at}, of other keys and values")
-    for call in writers.values():
+    writers, readers = _by_cache(graph.find(ops.attention), (1, 2, 3))
+    for call in writers:
         _lower(graph, call)
     for call in readers:
         _lower_reader(graph, call)
-    for attention in graph.find(ops.mla_attention):
-        _lower_latent(graph, attention)
+    writers, readers = _by_cache(graph.find(ops.mla_attention), (2, 3, 5))
+    for call in writers:
+        _lower_latent(graph, call)
+    for call in readers:
+        _lower_latent_reader(graph, call)
     for attention in graph.find(ops.mqa_attention):
         _lower_mqa(graph, attention)
     for op in INDEXERS:
@@ -67,6 +63,25 @@ def lower_attention(graph: Graph) -> Graph:
         batch = graph.program_of(pooled).input("batch", BATCH)
         graph.replace({pooled: graph.insert(pooled, ops.paged_compress, *pooled.args, batch, **pooled.kwargs)})
     return graph
+
+
+def _by_cache(calls: Sequence[Node], entries: tuple[int, ...]) -> tuple[list[Node], list[Node]]:
+    """The calls that write what they attend to, and those that read what an earlier one writes to their cache.
+
+    entries: the places of keys, values and cache among the arguments
+    """
+    writers: dict[tuple[object, str], Node] = {}
+    readers = []
+    for call in calls:
+        *_, cache = own = [call.args[place] for place in entries]
+        writer = writers.setdefault((call.graph, cache.name), call)
+        if writer is call:
+            continue
+        if own != [writer.args[place] for place in entries]:
+            at = f"its cache {cache.name} is written by {writer.name}"
+            raise PassError(f"{call.name}: {at}, of other keys and values")
+        readers.append(call)
+    return [*writers.values()], readers
 
 
 def _lower(graph: Graph, attention: Node) -> None:
@@ -114,6 +129,14 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
     args = q, written, kv_b, cache, batch, *more
     paged = graph.insert(attention, ops.paged_mla_attention, *args, **attention.kwargs)
     graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
+
+
+def _lower_latent_reader(graph: Graph, attention: Node) -> None:
+    """Lower the attention of a layer whose latents an earlier one has written."""
+    q, q_rope, _, _, kv_b, cache, *more = attention.args
+    batch = graph.program_of(attention).input("batch", BATCH)
+    args = q, q_rope, kv_b, cache, batch, *more
+    graph.replace({attention: graph.insert(attention, ops.paged_mla_attention, *args, **attention.kwargs)})
 
 
 def _lower_mqa(graph: Graph, attention: Node) -> None:

@@ -609,10 +609,15 @@ def _divides(user: Node, value: Node) -> bool:
     return all(user.target.heads.get(name) == 1 for name in names)
 
 
+BY_HEAD = (
+    ops.rms_norm, ops.layer_norm, ops.rope, ops.scale_by_position, ops.split, ops.join, ops.activate, ops.mul,
+)  # whose results have the heads of what they read  # fmt: skip
+
+
 def _is_by_head(value: Node) -> bool:
     """Whether a value [T, N, D] is read head by head."""
     for user in value.users:
-        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split, ops.join, ops.activate, ops.mul):
+        if user.target in BY_HEAD:
             is_so = all(map(_is_by_head, results_of(user)))
         elif user.target is ops.merge_heads:
             is_so = _parts(user, True) is not None

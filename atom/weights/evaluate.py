@@ -22,6 +22,7 @@ from atom.graph import (
     Apply,
     Cat,
     Dequantize,
+    LearnedFreqs,
     Recipe,
     Repack,
     Repeat,
@@ -39,6 +40,7 @@ from atom.graph.recipe_ranges import narrow
 from atom.graph.unpack import unpack
 from atom.kernels.host_memory import HostTensor
 from atom.weights.repack import repack
+from atom.weights.rope import rope_freqs
 
 # a list: one per expert, each in a kernel's own layout
 Loaded = Tensor | PackedWeight | LaidOut | HostTensor | list[Tensor | LaidOut | PackedWeight]
@@ -140,6 +142,9 @@ def copy(recipe: Recipe, target: Tensor, view_of: Callable[[Recipe], Tensor]) ->
     elif isinstance(recipe, Apply):
         copy(recipe.part, target, view_of)
         target.copy_(FUNCTIONS[recipe.function](target * recipe.factor))
+    elif isinstance(recipe, LearnedFreqs):
+        copy(recipe.part, target, view_of)
+        target.exp_().mul_(rope_freqs(recipe.freqs).to(target.device))
     else:
         target.copy_(view_of(recipe))
 

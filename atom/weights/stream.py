@@ -29,7 +29,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.checkpoint.files import open_file
 from atom.errors import CheckpointError
-from atom.graph import Apply, Recipe, Repack, Repeat, Shift
+from atom.graph import Apply, LearnedFreqs, Recipe, Repack, Repeat, Shift
 from atom.graph.recipes import leaves
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.sources import WeightSource
@@ -147,7 +147,7 @@ class StreamedSource(WeightSource):
         if file_range.path not in self._opened:
             self._opened[file_range.path] = self._files.enter_context(open_file(file_range.path))
         plain = part
-        while isinstance(plain, Shift | Apply):
+        while isinstance(plain, Shift | Apply | LearnedFreqs):
             plain = plain.part
         mapped, file = view(plain, self._checkpoint), self._opened[file_range.path]
         if plain is part and _are_same_bytes(mapped, target):

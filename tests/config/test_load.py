@@ -1027,7 +1027,7 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
         heads, layers = 0 if file.name in WITHOUT_ATTENTION else 4, LAYERS.get(file.name, 3)
         assert (model.name, model.layers, model.attention.heads) == (file.name, layers, heads)
         assert model.weights["q"].endswith(
-            ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv")
+            ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv", "wq")
         )
 
 
@@ -1108,6 +1108,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "ministral3": ("mistral", None),
     "mistral": ("mistral", None),
     "mistral4": ("mistral", None),
+    "mistral_large4": ("mistral", None),
     "mixtral": ("mistral", None),
     "nemotron_h": ("qwen3_coder", "think"),
     "nemotron_h_moe": ("qwen3_coder", "think"),

@@ -77,6 +77,7 @@ CALLS = [
     (ops.mul, ("bf16[T, 4, 6]", "bf16[4, 1]"), {}),
     (ops.affine, ("bf16[T, 24]", "bf16[24]", "bf16[24]"), {}),
     (ops.steer, ("bf16[T, 24]", "fp32[T, 3]", "bf16[24]"), {"index": 1}),
+    (ops.scale_by_position, ("bf16[T, 4, 6]", "i64[T]", "fp32[4]", "fp32[4]"), {}),
     (ops.linear_by_head, ("bf16[T, 24]", "bf16[10, 12]", "bf16[10]"), {"heads": 2}),
     (ops.linear_by_head, ("bf16[T, 24]", "bf16[9, 4, 2]"), {"heads": 3}),
     (ops.mix_streams, ("bf16[T, 4, 6]", "bf16[6]"), {"streams": 3}),

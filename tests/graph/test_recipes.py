@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MistralLarge4TextConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextRotaryEmbedding
 
 from atom.checkpoint import Checkpoint, SilentProgress, StoredTensor
 from atom.graph import (
@@ -19,6 +21,7 @@ from atom.graph import (
     Cat,
     Dequantize,
     Graph,
+    LearnedFreqs,
     Recipe,
     RopeFreqs,
     Shift,
@@ -226,6 +229,24 @@ def test_a_function_is_of_each_element_times_a_number(function: str, expected: l
     assert evaluate(recipe, checkpoint).tolist() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="apply: there is no function 'root'; functions: scale, square"):
         Apply(recipe.part, "root")
+
+
+def test_learned_frequencies_are_times_e_to_the_power_of_what_is_stored():
+    """As the rotary embedding of Mistral Large 4 has them in transformers 5.24."""
+    parameters = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    config = MistralLarge4TextConfig(qk_rope_head_dim=8, rope_parameters=parameters)
+    rotary = MistralLarge4TextRotaryEmbedding(config)
+    rotary.alpha.data = torch.tensor([-1.5, 0.0, 0.25, 2.0])
+    freqs = RopeFreqs(8, 100.0, "yarn", 8.0, 16)
+    made = evaluate(LearnedFreqs(W("alpha", Type("fp32", (4,))), freqs), Memory({"alpha": rotary.alpha.data}))
+    cos, _ = rotary(torch.zeros(1), torch.arange(50)[None])
+    expected = (torch.arange(50)[:, None] * made).cos() * rotary.attention_scaling
+    assert torch.allclose(expected, cos[0, :, :4], atol=1e-6)
+    call = 'rotary(positions, learned_freqs(W("alpha", fp32[2]), rope_freqs(4, 100.0)))'
+    shown = show(parse(f"def body(positions: i64[T]):\n    cos, sin = {call}\n    return cos, sin\n"))
+    assert call in shown and show(parse(shown)) == shown
+    with pytest.raises(ValueError, match=r"learned_freqs: fp32\[3\] of frequencies fp32\[4\]"):
+        LearnedFreqs(W("alpha", Type("fp32", (3,))), freqs)
 
 
 def test_a_range_of_a_range_counts_from_its_beginning():

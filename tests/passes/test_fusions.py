@@ -182,6 +182,36 @@ def test_it_declines(fuse: Callable[[Graph], Graph], text: str):
     assert graph.num_rewrites == 0
 
 
+def test_a_layer_that_reads_latents_of_another_fuses_only_its_own():
+    text = """\
+def f(h: fp32[T, 8]):
+    q = linear(h, W("q", fp32[10, 8]))
+    q_1 = split_heads(q, heads=2)
+    q_2, q_rope = split(q_1, sizes=[3, 2])
+    kv_a = linear(h, W("kv_a", fp32[6, 8]))
+    latent, k_rope = split(kv_a, sizes=[4, 2])
+    k_rope_1 = split_heads(k_rope, heads=1)
+    a = mla_attention(q_2, q_rope, latent, k_rope_1, W("kv_b", fp32[12, 4]), KV("0", fp32[6]), scale=0.5)
+    g = merge_heads(a)
+    g_1 = linear(g, W("o", fp32[8, 6]))
+    r = linear(g_1, W("r", fp32[10, 8]))
+    r_1 = split_heads(r, heads=2)
+    r_2, r_rope = split(r_1, sizes=[3, 2])
+    index_k = linear(g_1, W("index_k", fp32[4, 8]))
+    index_q = linear(g_1, W("index_q", fp32[12, 8]))
+    index_q_1 = split_heads(index_q, heads=3)
+    weights = linear(g_1, W("weights", fp32[3, 8]))
+    selected = index_topk(index_q_1, index_k, weights, KV("1", fp32[4], part="index"), top_k=2)
+    b = mla_attention(r_2, r_rope, latent, k_rope_1, W("kv_b_1", fp32[12, 4]), KV("0", fp32[6]), None, selected, scale=0.5)
+    return b"""
+    graph = fuse_qkv(parse(text))
+    first, second = (line.strip() for line in text_of(graph).splitlines() if "qkv_a" in line and "linear" in line)
+    assert first == 'qkv_a = linear(h, cat([W("q", fp32[10, 8]), W("kv_a", fp32[6, 8])]))'
+    assert second == 'qkv_a_1 = linear(g_1, cat([W("r", fp32[10, 8]), W("index_k", fp32[4, 8])]))'
+    h = torch.randn(5, 8)
+    torch.testing.assert_close(run(text_of(graph), h=h), run(text, h=h))
+
+
 def test_keys_that_are_values_too_are_computed_once():
     text = QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,")
     fused = text_of(fuse_qkv(parse(text)))

@@ -152,6 +152,18 @@ def test_latent_attention_writes_one_entry_for_all_heads():
     assert text_of(lower_attention(parse(LATENT))).strip() == LATENT_AFTER
 
 
+def test_latents_of_an_earlier_layer_are_written_once():
+    text = LATENT.replace("    return a", """\
+    b = mla_attention(q, q_rope, latent_1, k_rope_1, W("kv_b_1", fp32[14, 6]), KV("0", fp32[8]), scale=0.5)
+    return a, b""")  # fmt: skip
+    expected = LATENT_AFTER.replace("    return a", """\
+    b = paged_mla_attention(q, q_rope, W("kv_b_1", fp32[14, 6]), KV("0", fp32[8]), batch, scale=0.5)
+    return a, b""")  # fmt: skip
+    assert text_of(lower_attention(parse(text))).strip() == expected
+    with pytest.raises(PassError, match="b: its cache 0 is written by a, of other keys and values"):
+        lower_attention(parse(text.replace('latent_1, k_rope_1, W("kv_b_1', 'latent, k_rope_1, W("kv_b_1')))
+
+
 CHOSEN = """\
 def body(i: fp32[T, 3, 4], k: fp32[T, 4], w: fp32[T, 3], q: fp32[T, 2, 4], r: fp32[T, 2, 2], latent: fp32[T, 6], l: fp32[T, 1, 2]):
     s = index_topk(i, k, w, KV("0", fp32[4], part="index"), top_k=2)

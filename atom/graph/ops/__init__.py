@@ -21,6 +21,7 @@ from atom.graph.ops.attention import (
     paged_attention,
     rope,
     rotary,
+    scale_by_position,
     split_heads,
 )  # fmt: skip
 from atom.graph.ops.base import LOWERED, OPS, SEMANTIC, Op
@@ -131,7 +132,7 @@ __all__ = [
     "paged_index_blocks", "paged_index_topk", "paged_mla_attention", "paged_mqa_attention", "pair_adapters",
     "place_rows", "plain_experts", "receive", "recurrent", "reduce_scatter", "resample_table", "rms_norm", "rope",
     "rotary", "rotary_sections", "router", "row_shape", "run_batch", "run_tokens", "scale", "scale_by_expert",
-    "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap", "sparse_mixer", "split",
-    "split_heads", "ssd", "ssm_decay", "steer", "stream_gate", "stream_logits", "sum_moments", "sum_squares",
-    "take_rows", "time_step", "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
+    "scale_by_position", "scale_by_rms", "segment_attention", "selective_scan", "send", "sinkhorn", "softcap",
+    "sparse_mixer", "split", "split_heads", "ssd", "ssm_decay", "steer", "stream_gate", "stream_logits", "sum_moments",
+    "sum_squares", "take_rows", "time_step", "token_router", "weigh_inputs", "write_index", "write_mqa", "xielu",
 ]  # fmt: skip

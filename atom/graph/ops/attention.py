@@ -79,6 +79,22 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     return torch.cat((rotated, rest), dim=-1).to(x.dtype)
 
 
+def _scale_by_position(q: Type, positions: Type, scale: Type, bias: Type) -> Type:
+    need(scale.shape == bias.shape == q.shape[1:2], f"scale {scale} and bias {bias} of heads {q}")
+    need(positions.shape == q.shape[:1], f"positions are {positions} for q {q}")
+    return q
+
+
+@op(_scale_by_position, heads={"q": 1, "scale": 0, "bias": 0})
+def scale_by_position(q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """q [T, N, D], positions i64[T], scale and bias [N] -> q times scale * ln(position + 1) + bias, [T, N, D]
+
+    Scalable-Softmax (Nakanishi 2025), which keeps attention as sharp over more tokens; in float32, rounded once.
+    """
+    factors = scale.float() * (positions + 1).float().log().unsqueeze(-1) + bias.float()
+    return (q.float() * factors.unsqueeze(-1)).to(q.dtype)
+
+
 def causal_mask(
     num_queries: int,
     num_keys: int,

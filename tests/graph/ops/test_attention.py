@@ -9,11 +9,22 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_em
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextSoftmaxScaling
 
 from atom.graph import KV, Batch, Type, ops
 
 T, N, K, D = 5, 6, 2, 4
 LAYER = KV("0", Type("fp32", (2, K, D)))
+
+
+@torch.inference_mode()
+def test_queries_are_scaled_by_position_as_mistral_large_4_does():
+    scaling = MistralLarge4TextSoftmaxScaling(N)
+    torch.manual_seed(0)
+    scaling.scale.data, scaling.bias.data = torch.randn(N), torch.randn(N)
+    q, positions = torch.randn(T, N, D), torch.tensor([0, 1, 7, 4095, 1 << 20])
+    made = checked(ops.scale_by_position, q, positions, scaling.scale, scaling.bias)
+    torch.testing.assert_close(made, scaling(q[None], positions[None], head_dim_first=False)[0])
 
 
 def random_qkv(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

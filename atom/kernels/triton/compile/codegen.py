@@ -112,7 +112,8 @@ class _Kernel:
         self._size = 1 if self._is_whole else min(BLOCK, _power(max(widths)))  # of the largest tile
         self._num_blocks = 1 if self._is_whole else math.ceil(max(widths) / self._size)
         for node, place in results.items():
-            self._store(node, place)
+            if 0 not in _dims(node):  # of a head without rotated dims there is nothing to store
+                self._store(node, place)
 
     @property
     def name(self) -> str:
@@ -219,6 +220,12 @@ class _Kernel:
         self._loaded.add(scales)
         place = f"{scales.name} + {expert} * {_strides(scales)[0]}"
         return self._rounded(node, f"{weight} * {_call('tl.load', [place, *_mask(tile)])}.to(tl.float32)")
+
+    def _scale_by_position(self, node: Node, at: At, tile: _Tile) -> str:
+        q, positions, *by_head = node.args
+        value, position = self._value(q, at, tile), self._value(positions, at[:-2], tile)
+        scale, bias = (self._value(each, at[:1], tile) for each in by_head)
+        return self._rounded(node, f"{value} * ({scale} * tl.log(({position} + 1).to(tl.float32)) + {bias})")
 
     def _affine(self, node: Node, at: At, tile: _Tile) -> str:
         x, factor, offset = node.args
@@ -511,6 +518,7 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.steer: _Kernel._steer,
     ops.scale: _Kernel._scale,
     ops.scale_by_expert: _Kernel._scale_by_expert,
+    ops.scale_by_position: _Kernel._scale_by_position,
     ops.softcap: _Kernel._softcap,
     ops.clamp: _Kernel._clamp,
     ops.activate: _Kernel._activate,

@@ -24,9 +24,10 @@ BEGIN = re.compile(r"^# of rows of docs/results/gpu/(\w+\.json)", re.MULTILINE)
 ABOUT = """\
 # of rows of docs/results/gpu/{} with one GPU: the share of the limit, how long a layer would take at the limit,
 # a step of decodes with its part of the prompts, bits of a weight, and whether the model is a mixture
+# and has recurrent layers
 """
 PROMPTS = "prompt_shares:  # of prompts without decodes; a layer takes a prompt\n"
-Kind = tuple[int, int]  # bits of most weights, and whether it is a mixture
+Kind = tuple[int, int, int]  # bits of most weights, and whether it is a mixture and has recurrent layers
 
 
 def replace_shares(text: str, kinds: Mapping[str, Kind] | None = None) -> str:
@@ -38,7 +39,8 @@ def replace_shares(text: str, kinds: Mapping[str, Kind] | None = None) -> str:
         return text
     if kinds is None:
         old = yaml.safe_load(text)
-        kinds = {name: (row["bits"], row["mixture"]) for name, row in (old["shares"] | old["prompt_shares"]).items()}
+        rows = old["shares"] | old["prompt_shares"]
+        kinds = {name: (row["bits"], row["mixture"], row["recurrent"]) for name, row in rows.items()}
     measured = read(RESULTS / "gpu" / begin[1])["rows"]
     own = {name: row for name, row in ROWS.items() if "share_of_limit" in measured.get(name, {}) and is_plain(row)}
     found = {row.engine: kinds[name] for name, row in own.items() if name in kinds}
@@ -60,7 +62,8 @@ def describe_row(name: str, row: Row, measured: Result, kind: Kind) -> str:
     share = measured["share_of_limit"]
     tokens = int(row.input_len) if row.counted == "input" else row.num_prompts
     seconds = tokens / (measured["value"] / share) / num_layers(row)
-    values = f"bits: {kind[0]}, mixture: {kind[1]}, layer_seconds: {seconds * 1e6:.1f}e-6, share: {share:.3f}"
+    kinds = ", ".join(f"{name}: {value}" for name, value in zip(("bits", "mixture", "recurrent"), kind, strict=True))
+    values = f"{kinds}, layer_seconds: {seconds * 1e6:.1f}e-6, share: {share:.3f}"
     return f"  {name}: {{{values}}}\n"
 
 
@@ -81,4 +84,4 @@ def find_kind(row: Row) -> Kind:
         config = load([f"checkpoint={folder}", "job=explain", "job.gpu=h200", "device=cuda", *row.setup])
         target = Target("cuda", frozenset(yaml.safe_load((CONF / "h200.yaml").read_text())["features"]))
         candidate = compile_candidate(config, ParallelConfig(), target)
-    return candidate.bits, int(any(mlp.kind == "moe" for mlp in config.model.mlps))
+    return candidate.bits, int(candidate.is_mixture), int(candidate.is_recurrent)

@@ -46,12 +46,14 @@ def compile_graph(
     watch: Callable[[PassReport], Any] = lambda _: None,
     target: Target | None = None,
     stage: int = 0,
+    semantic: Graph | None = None,
 ) -> Graph:
     """Compile the lowered graph. A saved text continues after its stage.
 
     target: by default this machine.
     stage: of the pipeline.
     watch: gets a report after each pass.
+    semantic: the configuration's semantic graph, which is rewritten; None: it is written here.
     """
     level, target = level_of(config), target or find_target(config.device)
     lower_here = functools.partial(
@@ -70,7 +72,7 @@ def compile_graph(
         passes=config.passes,
     )
     if config.job.graph is None:
-        graph = semantic_graph(config)
+        graph = semantic_graph(config) if semantic is None else semantic
         check_offloaded(graph, config.serve.cpu_offload_params, target)
         return lower_here(graph)
     graph, first = read_saved(Path(config.job.graph))

@@ -137,14 +137,15 @@ def check_choice(key: str, value: str) -> None:
 
 
 def ranks_of(name: str) -> list[str]:
-    """The overrides of a parallel layout without a file, as tp3, tp6_ep, tp2_pp2 or dp2_tp2; empty for others."""
+    """The overrides of a parallel layout without a file, as tp3, tp8_ep4, tp2_pp2 or dp2_tp2; empty for others."""
     parts = name.split("_")
-    sizes = {part[:2]: int(part[2:] or 1) for part in parts if re.fullmatch(r"(dp|tp|pp)[1-9]\d{0,5}|ep", part)}
-    if len(sizes) < len(parts) or [*sizes] == ["ep"] or (CONF / "parallel" / f"{name}.yaml").is_file():
+    known = re.compile(r"(dp|tp|pp|ep)[1-9]\d{0,5}|ep")
+    sizes = {part[:2]: int(part[2:] or 0) for part in parts if known.fullmatch(part)}
+    if len(sizes) < len(parts) or sizes.keys() == {"ep"} or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
     num, tensor, stages = (sizes.get(each, 1) for each in ("dp", "tp", "pp"))
     if "ep" in sizes:  # groups that share experts are of one engine
-        found = {"tensor": tensor, "data": num, "experts": num * tensor, "pipeline": stages}
+        found = {"tensor": tensor, "data": num, "experts": sizes["ep"] or num * tensor, "pipeline": stages}
     else:
         found = {"tensor": tensor, "pipeline": stages, "replicas": num}
     return [f"parallel.{field}={size}" for field, size in found.items() if size > 1] or ["parallel.tensor=1"]

@@ -1122,7 +1122,7 @@ class GPUConfig:
     rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of dense matmuls
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds
     features: list[str] = field(default_factory=list)  # that kernels ask for: vendor and architecture; none: any
-    # row of docs/results/gpu -> share of its limit, and what it is of: bits, mixture (0, 1), layer_seconds at the limit
+    # row of docs/results/gpu -> share of its limit, and its bits, mixture, recurrent (0, 1), layer_seconds at the limit
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     prompt_shares: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of prompts
 

@@ -239,6 +239,14 @@ def rename(program: Program, names: Mapping[Node, str]) -> Program:
     return made
 
 
+def copy_graph(graph: Graph) -> Graph:
+    """A copy whose rewrites leave the graph as it is."""
+    made = Graph()
+    made.programs = {name: rename(program, {}) for name, program in graph.programs.items()}
+    made.num_rewrites = graph.num_rewrites
+    return made
+
+
 def _numbered(name: str) -> Iterator[str]:
     return chain([name], (f"{name}_{number}" for number in count(1)))
 

@@ -94,12 +94,14 @@ def describe_recipe(name: str) -> dict[str, str]:
 
 
 def layout_of(parallel: ParallelConfig) -> str:
-    """The name of a layout, as `parallel=` takes it: tp8_ep, dp2_tp4_ep, dp2."""
-    groups = parallel.data if parallel.experts > 1 else parallel.replicas
+    """The name of a layout, as `parallel=` takes it: tp8_ep, dp2_tp4_ep, tp16_ep8, dp2."""
+    is_grouped = parallel.data > 1 or parallel.experts > 1
+    groups = parallel.data if is_grouped else parallel.replicas
     parts = [f"dp{groups}"] if groups > 1 else []
     parts += [f"tp{parallel.tensor}"] if parallel.tensor > 1 or (not parts and parallel.pipeline == 1) else []
     parts += [f"pp{parallel.pipeline}"] if parallel.pipeline > 1 else []
-    return "_".join([*parts, *(["ep"] if parallel.experts > 1 else [])])
+    experts = "ep" if parallel.experts == parallel.tensor * parallel.data else f"ep{parallel.experts}"
+    return "_".join([*parts, *([experts] if is_grouped else [])])
 
 
 def quant_of(quant: QuantConfig, kv_cache_dtype: str) -> str:

@@ -48,7 +48,7 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     body = graph.programs[BODY]
     layers = _first_calls(body)
     starts = _starts(body, layers, num_stages)
-    borders = [_border(body, layers[:start], layers[start]) for start in starts]
+    borders = [_border(body, layers[:start], layers[start]) for start in starts]  # all, as each may be refused
     given = borders[stage - 1] if stage else []
     is_last = stage == num_stages - 1
     graph.programs[BODY] = _body_of_stage(body, given, body.results if is_last else borders[stage], context)
@@ -118,11 +118,12 @@ def _border(body: Program, before: Sequence[Node], layer: Node) -> list[Node]:
                 at = f"{call.name} reads the KV of {state.name}, a layer of another stage"
                 raise UnsupportedError(f"{at}; set fewer stages with parallel.pipeline")
     found: list[list[Node]] = []
+    results, numbers = {*body.results}, {node: number for number, node in enumerate(nodes)}
     dependent, needed = _dependent(nodes, before), _needed(body.results, ())
-    for place in reversed(range(nodes.index(before[-1]), nodes.index(layer))):
-        passed = [node for node in nodes[: place + 1] if node in dependent]
-        later = needed & {*nodes[place + 1 :]}
-        found.append([node for node in passed if node in body.results or later & node.users.keys()])
+    last = {node: max((numbers[user] for user in node.users if user in needed), default=-1) for node in dependent}
+    for place in reversed(range(numbers[before[-1]], numbers[layer])):
+        passed = (node for node in nodes[: place + 1] if node in dependent)
+        found.append([node for node in passed if node in results or last[node] > place])
     passing = [values for values in found if _are_alike(values)]
     if not passing:
         raise UnsupportedError(f"{layer.name} takes values of the layers before it that are no rows of one type; "

@@ -31,12 +31,14 @@ def test_a_share_is_that_of_the_page_and_a_layer_takes_its_part_of_the_limit():
     assert decode == {
         "bits": 16,
         "mixture": 0,
+        "recurrent": 0,
         "share": 0.813,
         "layer_seconds": pytest.approx(32 / 3748 * 0.813 / 36, rel=1e-3),
     }
     assert prompt == {
         "bits": 16,
         "mixture": 0,
+        "recurrent": 0,
         "share": 0.778,
         "layer_seconds": pytest.approx(8192 / 38695 * 0.778 / 36, rel=1e-3),
     }

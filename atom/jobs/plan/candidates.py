@@ -1,6 +1,6 @@
 """The layouts and formats that a plan compares, each compiled once.
 
-engine_layouts(8, is_mixture=True)              # tp2, tp2_ep, dp2_ep, pp2, …, each a ParallelConfig
+engine_layouts(8, num_experts=128)              # tp2, tp2_ep, dp2_ep, pp2, …, each a ParallelConfig
 find_formats(config, gpu, load)                 # as stored and fp8, each with KV in 16 bits and in fp8
 compile_candidate(config, parallel, target)     # the graphs of all stages, and what a run of them costs
 """
@@ -22,12 +22,13 @@ from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
 from atom.graph import Graph, Mesh, State
+from atom.graph.graph import copy_graph
 from atom.jobs.bench.roofline import Costs, read_costs
 from atom.jobs.kind import keys_of
 from atom.jobs.plan.load import Load
 from atom.kernels import Target
 
-MAX_STAGES = 4  # of a pipeline
+MAX_STAGES = 8  # of a pipeline: no more steps are in flight
 AS_STORED = "auto"  # a file of conf/quant
 AS_GIVEN = "as given"
 PACKED = "fp8"  # the same, for plain weights of a GPU with a rate of it
@@ -53,6 +54,14 @@ class Candidate:
     @property
     def mesh(self) -> Mesh:
         return mesh_of(self.config)
+
+    @property
+    def is_mixture(self) -> bool:
+        return any(mlp.kind == "moe" for mlp in self.config.model.mlps)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return any(costs.recurrent for programs in self.costs for costs in programs.values())
 
     @property
     def bits(self) -> int:
@@ -81,16 +90,27 @@ class Candidate:
         return Candidate(config, self.graphs, [read_costs(graph) for graph in self.graphs])
 
 
-def engine_layouts(num_gpus: int, *, is_mixture: bool) -> Iterator[ParallelConfig]:
-    """Layouts of one engine of 2, 4, … ranks, and of all GPUs; stages divide no experts."""
+def engine_layouts(num_gpus: int, num_experts: int) -> Iterator[ParallelConfig]:
+    """Layouts of one engine of 2, 4, … ranks, and of all GPUs: stages, data groups, and ranks of each group.
+
+    Experts are divided by width among all ranks of a stage, or into as many parts as there are ranks or experts.
+
+    num_experts: of a layer; 0: the model is no mixture
+    """
     sizes = sorted({*(1 << power for power in range(1, num_gpus.bit_length())), num_gpus} - {1})
     for num in sizes:
-        yield ParallelConfig(tensor=num)
-        divisors = [each for each in range(2, num + 1) if num % each == 0]
-        if is_mixture:
-            yield ParallelConfig(tensor=num, experts=num)
-            yield from (ParallelConfig(tensor=num // each, data=each, experts=num) for each in divisors)
-        yield from (ParallelConfig(tensor=num // each, pipeline=each) for each in divisors if each <= MAX_STAGES)
+        for stages in (each for each in divisors_of(num) if each <= MAX_STAGES):
+            ranks = num // stages
+            yield ParallelConfig(tensor=ranks, pipeline=stages)
+            parts = max((each for each in divisors_of(ranks) if each <= num_experts), default=1)
+            if parts > 1:
+                yield ParallelConfig(tensor=ranks, experts=parts, pipeline=stages)
+            for groups in divisors_of(ranks)[1:] if num_experts else ():
+                yield from (ParallelConfig(ranks // groups, groups, each, stages) for each in {parts: 0, 1: 0})
+
+
+def divisors_of(num: int) -> list[int]:
+    return [each for each in range(1, num + 1) if num % each == 0]
 
 
 def find_formats(config: Config, gpu: GPUConfig, load_: Load) -> tuple[list[Format], list[tuple[str, str]]]:
@@ -146,5 +166,9 @@ def compile_candidate(config: Config, parallel: ParallelConfig, target: Target) 
     """Compile an engine's graphs. UnsupportedError or ConfigError if ranks cannot divide the model."""
     own = replace(config, parallel=parallel, level=min(level_of(config), 1))
     check_parallel(own, own.model, own.device)
-    graphs = [compile_graph(own, target=target, stage=stage) for stage in range(parallel.pipeline)]
+    written = semantic_graph(own) if parallel.pipeline > 1 and own.job.graph is None else None  # once for all stages
+    graphs = [
+        compile_graph(own, target=target, stage=stage, semantic=written and copy_graph(written))
+        for stage in range(parallel.pipeline)
+    ]
     return Candidate(own, graphs, [read_costs(graph) for graph in graphs])

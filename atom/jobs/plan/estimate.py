@@ -56,8 +56,8 @@ def estimate_run(candidate: Candidate, gpu: GPUConfig, load: Load, shares: Share
     sums += whole * (1 - 1 / mesh.pipeline)
     single = sum(_stage_seconds(candidate, gpu, _prompt_step(load, 1)))
     single_sums = _prompt_sums(candidate, gpu, load, 1)
-    is_mixture = any(mlp.kind == "moe" for mlp in candidate.config.model.mlps)
-    shape = Shape(candidate.bits, is_mixture, (decode + prompts) / load.output_len / layers)
+    seconds = (decode + prompts) / load.output_len / layers
+    shape = Shape(candidate.bits, candidate.is_mixture, candidate.is_recurrent, seconds)
     share = measured_share(shares.runs, shape, is_least=True)
     shape = shape._replace(layer_seconds=single / layers)
     prompt_share = measured_share(shares.prompts, shape, is_least=False)

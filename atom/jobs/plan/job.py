@@ -99,7 +99,7 @@ def describe_option(option: Option, config: Config, measured: Measured | None) -
         "gpus": option.num_gpus,
         "weights_bytes": option.engine.weights_bytes,
         "sequence_bytes": option.engine.sequence_bytes,
-        "room_bytes": option.room_bytes,
+        "room_bytes": option.left_bytes,
         "sequences": option.sequences,
         "requests": option.requests,
         "tokens_per_second": option.tokens_per_second,

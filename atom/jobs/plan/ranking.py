@@ -35,12 +35,17 @@ class Option:
     format: Format
     engine: Engine
     run: Run
-    room_bytes: int  # of a GPU, besides the weights of its largest rank
+    usable_bytes: int  # of a GPU's memory
     load: Load
 
     @property
     def layout(self) -> str:
         return name_layout(self.parallel, self.replicas)
+
+    @property
+    def left_bytes(self) -> list[int]:
+        """Of a rank of each stage, besides its weights."""
+        return [self.usable_bytes - size for size in self.engine.weights_bytes]
 
     @property
     def replicas(self) -> int:
@@ -139,8 +144,8 @@ def make_plan(config: Config, gpu: GPUConfig, load: Load, target: Target) -> Pla
         size = whole.engines[0].weights_bytes[0] if whole.engines else 0
         if whole.engines:
             shortage.add_weights(size, usable)
-        is_mixture = any(mlp.kind == "moe" for mlp in task.formats[0].config.model.mlps)
-        layouts = engine_layouts(config.job.gpus, is_mixture=is_mixture)
+        mixtures = [mlp for mlp in task.formats[0].config.model.mlps if mlp.kind == "moe"]
+        layouts = engine_layouts(config.job.gpus, min((mlp.experts or 0 for mlp in mixtures), default=0))
         # no rank has less than its part
         others += [Task(each, *task[1:]) for each in layouts if size <= usable.memory * each.num_ranks]
     for task, result in [*zip(single, tried, strict=True), *zip(others, try_layouts(others), strict=True)]:
@@ -166,14 +171,15 @@ def add_options(plan: Plan, shortage: Shortage, task: Task, tried: Tried, config
         if engine.sequences * most > shortage.sequences:
             shortage.sequences, shortage.where = engine.sequences * most, name_layout(task.parallel, most)
         for run in engine.runs:
-            option = Option(task.parallel, fmt, engine, run, task.gpu.memory - max(engine.weights_bytes), task.load)
+            option = Option(task.parallel, fmt, engine, run, task.gpu.memory, task.load)
             (plan.options if is_wanted(option, config) else plan.short).append(option)
 
 
 def name_layout(parallel: ParallelConfig, replicas: int) -> str:
     """The name of a layout, as parallel= takes it; of several engines with data groups, their number and that."""
     name = layout_of(replace(parallel, replicas=replicas))
-    return name if parallel.experts == 1 or replicas == 1 else f"{replicas} x {name}"
+    is_grouped = parallel.data > 1 or parallel.experts > 1
+    return f"{replicas} x {name}" if replicas > 1 and is_grouped else name
 
 
 def order(option: Option) -> tuple[bool, float, float]:

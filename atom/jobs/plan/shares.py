@@ -1,11 +1,11 @@
 """Shares of limits that were measured, for shapes like a given one.
 
-    share = measured_share(gpu.shares, Shape(bits=8, mixture=True, layer_seconds=60e-6), is_least=True)
+    share = measured_share(gpu.shares, Shape(8, mixture=True, recurrent=False, layer_seconds=60e-6), is_least=True)
     share.value, share.rows             # 0.52, of ("next-fp8-1", "glm-air-fp8-1")
 
 What keeps a step from its limit takes about as long in each layer: launches, tails of kernels, waits for memory. So a
-share follows from the time that a layer takes at the limit, and from the kernels, which differ by the bits of a weight
-and between dense models and mixtures.
+share follows from the time that a layer takes at the limit, and from the kernels, which differ by the bits of a weight,
+between dense models and mixtures, and if layers are recurrent: the limit counts little of what their prompts take.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Rows = Mapping[str, Mapping[str, float]]  # as of GPUConfig.shares
 class Shape(NamedTuple):
     bits: int  # of most weights: 4, 8 or 16
     mixture: bool
+    recurrent: bool  # whether some layers have recurrent state
     layer_seconds: float  # at the limit
 
 
@@ -49,7 +50,7 @@ def find_shares(name: str, gpu: GPUConfig) -> Shares:
 
 
 def measured_share(rows: Rows, shape: Shape, *, is_least: bool) -> Share:
-    """The share of the limit of rows with as many bits, of as dense a model if there are some.
+    """The share of the limit of rows with as many bits; if there are some, as recurrent, and of these as dense.
 
     Between two rows it is interpolated over the logarithm of a layer's time, beyond the longest it is that row's.
 
@@ -58,7 +59,8 @@ def measured_share(rows: Rows, shape: Shape, *, is_least: bool) -> Share:
     """
     near = min({row["bits"] for row in rows.values()}, key=lambda bits: abs(math.log(bits / shape.bits)))
     known = {name: row for name, row in rows.items() if row["bits"] == near}
-    known = {name: row for name, row in known.items() if row["mixture"] == shape.mixture} or known
+    for kind in ("recurrent", "mixture"):
+        known = {name: row for name, row in known.items() if row[kind] == getattr(shape, kind)} or known
     ordered = sorted(known, key=lambda name: known[name]["layer_seconds"])
     after = next((at for at, name in enumerate(ordered) if known[name]["layer_seconds"] >= shape.layer_seconds), None)
     if after is None:

@@ -213,6 +213,36 @@ def test_ranks_give_what_the_reference_gives(
     assert len(thread_ranks) == 1
 
 
+@pytest.mark.parametrize(("name", "divided", "layers"), [
+    ("llama", {"parallel.pipeline": 3}, [LAST, FIRST, SECOND]),
+    pytest.param(
+        "qwen3_moe", {"parallel.pipeline": 2, "parallel.data": 2}, [LAST, FIRST, SECOND], marks=pytest.mark.slow
+    ),
+    pytest.param("qwen3_moe", {"parallel.pipeline": 2, "parallel.tensor": 2}, [LAST, FIRST], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_each_stage_returns_the_states_of_its_layers(
+    name: str,
+    divided: dict[str, Any],
+    layers: list[str],
+    open_engine: Open,
+    references: Callable[[str], Any],
+    vectors: Callable[..., Any],
+    thread_ranks: list[ThreadRanks],
+):
+    path, added = vectors("calm", FIRST, layers[0])
+    fields = {"passes.taps": layers, "passes.steer": {"calm": path}, "max_num_batched_tokens": 16}
+    engine = open_engine(name, **fields, **divided)
+    taps = dict(zip(layers, ("all", "last", "mean"), strict=False))
+    with steered(references(name), added, 2.0) as model:
+        answers = engine.generate(PROMPTS, GREEDY, taps=taps, steer={"calm": 2.0})
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            tiny.assert_greedy(answer, prompt, model)
+            assert_taps(answer, taps, model, prompt)
+    (ranks,) = thread_ranks
+    num_groups = divided.get("parallel.data", 1)
+    assert len(ranks.answers) == num_groups * divided["parallel.pipeline"], "the first rank of each group and stage"
+
+
 def test_another_vector_leaves_packed_weights_and_drops_kept_kv(
     checkpoints: Callable[[str], Path], vectors: Callable[..., Any]
 ):
@@ -254,7 +284,6 @@ def test_what_is_not_registered_is_refused_in_one_line(open_engine: Open, vector
         ({"passes.steer": {"it": str(tmp_path / "none")}}, CheckpointError, "none"),
         ({"passes.steer": {"it": str(tmp_path / "infinite")}}, CheckpointError, "numbers that are not finite"),
         ({"passes.steer": "it"}, ConfigError, "passes.steer=it is not a mapping"),
-        ({"passes.taps": [FIRST], "parallel.pipeline": 2}, UnsupportedError, "parallel.pipeline=1"),
     ):
         with pytest.raises(kind, match=message):
             open_engine("llama", **fields)

@@ -84,7 +84,9 @@ class ThreadRanks:
         mesh = mesh_of(config)
         self.meeting, self.config = Meeting(mesh), config
         self.steps: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(1, mesh.num_ranks)]
-        self.answers: dict[int, queue.SimpleQueue[bytes]] = {rank: queue.SimpleQueue() for rank in mesh.leaders}
+        self.answers: dict[int, queue.SimpleQueue[bytes]] = {
+            rank: queue.SimpleQueue() for rank in mesh.reporters(has_taps=bool(config.passes.taps))
+        }
         self.refusals: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in self.steps]
         self.threads = [
             threading.Thread(target=self._run, args=(rank, steps), daemon=True)

@@ -57,17 +57,17 @@ DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | LoadAdapter | Profil
 def main(link: RankLink) -> None:
     """Serve as a rank, until the driver ends."""
     try:
-        rank, is_leader = open_rank(link)
+        rank, reports = open_rank(link)
         link.done()
         running: list[Pending] = []
         started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
-        if is_leader:
+        if reports:
             threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
         while True:  # ahead of the device, as the driver is
             step = rank.take(link.receive())
             if step is not None:
                 running = [*find_running(running), step]
-            if is_leader and step is not None:
+            if reports and step is not None:
                 started.put(step)
     except Exception as error:
         fail(link, error)
@@ -154,7 +154,7 @@ def profile(profiler: Profiler, message: Profile) -> None:
 def open_rank(link: RankLink) -> tuple[Rank, bool]:
     """Open the model that the driver's opening describes, and connect to the other ranks.
 
-    Also gives whether the driver reads what this rank samples, as it does of the first rank of each other data group.
+    Also gives whether the driver reads what this rank reports, see `Mesh.reporters`.
     """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
@@ -187,4 +187,6 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
     settle()
     serve = config.serve
     profiler = Profiler(serve.torch_profiler_dir, rank=opening.rank, is_detailed=serve.profiler_more)
-    return Rank(runner, profiler, adapters, link.done), opening.rank in mesh.leaders
+    return Rank(runner, profiler, adapters, link.done), opening.rank in mesh.reporters(
+        has_taps=runner.model.num_taps > 0
+    )

@@ -75,5 +75,3 @@ def check_taps(config: Config, model: ModelConfig) -> None:
         raise ConfigError(f"passes.taps names {twice} twice; name it once")
     if model.streams.kind != "one":
         raise UnsupportedError(f"{field}: layers of this model give several streams, not one; leave it out")
-    if config.parallel.pipeline > 1:
-        raise UnsupportedError(f"{field} with pipeline stages is not supported; set parallel.pipeline=1")

@@ -38,6 +38,10 @@ class Mesh:
         """The first rank of each data group, of the first stage."""
         return range(0, self.ranks_per_stage, self.tensor)
 
+    def reporters(self, *, has_taps: bool) -> range:
+        """The ranks that report what they sample; with taps also the first of each data group of further stages."""
+        return range(0, self.num_ranks, self.tensor) if has_taps else self.leaders
+
     def stage(self, rank: int) -> int:
         """The stage of a rank."""
         return rank // self.ranks_per_stage

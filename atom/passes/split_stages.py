@@ -20,6 +20,9 @@ states, and sends the drafted tokens:
     def draft_head(drafted: bf16[R, …], keys, …):        def draft_head(drafted: i64[R], keys, …):
         …                                                    tokens = receive(drafted, axis="pipeline", source=1, …)
 
+Hidden states that are tapped are returned by the stage that computes them; in their place another one returns its
+tokens.
+
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
 which has the head, as in vLLM. Layers that read the KV of another one are on its stage, or refused; a stage begins at
 the nearest layer that reads nothing that an earlier one chose. Two stages meet where the fewest values pass from one
@@ -48,10 +51,14 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     body = graph.programs[BODY]
     layers = _first_calls(body)
     starts = _starts(body, layers, num_stages)
-    borders = [_border(body, layers[:start], layers[start]) for start in starts]  # all, as each may be refused
+    taps = _taps(graph)
+    results = [node for number, node in enumerate(body.results) if number not in taps]
+    borders = [_border(body, results, layers[:start], layers[start]) for start in starts]  # each may be refused
     given = borders[stage - 1] if stage else []
     is_last = stage == num_stages - 1
-    graph.programs[BODY] = _body_of_stage(body, given, body.results if is_last else borders[stage], context)
+    returned = results if is_last else borders[stage]
+    tapped = [body.results[number] for number in taps]
+    graph.programs[BODY] = _body_of_stage(body, given, returned, tapped, context, num_read=taps.start)
     if not is_last:
         graph.programs.pop(DRAFT_IN, None)
     if not is_last and DRAFT in graph.programs:
@@ -66,6 +73,13 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
             graph.programs[name] = _received_result(graph.programs[name], result, num_stages - 1)
     graph.num_rewrites += 1
     return graph
+
+
+def _taps(graph: Graph) -> range:
+    """The places of the body's results that are tapped: between those that the head takes and those of `draft_in`."""
+    num_read = len(graph.programs[HEAD].inputs)
+    num_drafted = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
+    return range(num_read, len(graph.programs[BODY].results) - num_drafted)
 
 
 def _starts(body: Program, layers: Sequence[Node], num_stages: int) -> list[int]:
@@ -108,8 +122,11 @@ def _states(call: Node) -> list[State]:
     return [leaf for leaf in node_leaves(call) if isinstance(leaf, State)]
 
 
-def _border(body: Program, before: Sequence[Node], layer: Node) -> list[Node]:
-    """The rows of the last place ahead of a layer where the fewest pass, which depend on the layers before it."""
+def _border(body: Program, ends: Sequence[Node], before: Sequence[Node], layer: Node) -> list[Node]:
+    """The rows of the last place ahead of a layer where the fewest pass, which depend on the layers before it.
+
+    ends: the body's results that the last stage returns, wherever they are computed
+    """
     nodes = list(body.fx.nodes)
     kept = {state.name for call in before for state in _states(call)}
     for call in nodes[nodes.index(layer) :]:
@@ -118,8 +135,8 @@ def _border(body: Program, before: Sequence[Node], layer: Node) -> list[Node]:
                 at = f"{call.name} reads the KV of {state.name}, a layer of another stage"
                 raise UnsupportedError(f"{at}; set fewer stages with parallel.pipeline")
     found: list[list[Node]] = []
-    results, numbers = {*body.results}, {node: number for number, node in enumerate(nodes)}
-    dependent, needed = _dependent(nodes, before), _needed(body.results, ())
+    results, numbers = {*ends}, {node: number for number, node in enumerate(nodes)}
+    dependent, needed = _dependent(nodes, before), _needed(ends, ())
     last = {node: max((numbers[user] for user in node.users if user in needed), default=-1) for node in dependent}
     for place in reversed(range(numbers[before[-1]], numbers[layer])):
         passed = (node for node in nodes[: place + 1] if node in dependent)
@@ -161,9 +178,17 @@ def _needed(results: Sequence[Node], given: Sequence[Node]) -> set[Node]:
 
 
 def _body_of_stage(
-    body: Program, given: Sequence[Node], results: Sequence[Node], context: PassContext
-) -> Program:  # fmt: skip
+    body: Program,
+    given: Sequence[Node],
+    results: Sequence[Node],
+    tapped: Sequence[Node],
+    context: PassContext,
+    *,
+    num_read: int,
+) -> Program:
     """The body from some values to others; without the first from the tokens.
+
+    tapped: returned after the first num_read results, those that the stage computes
 
     Results of the last stage that drafts read besides the first one are its own: config.load refuses others.
     """
@@ -176,14 +201,17 @@ def _body_of_stage(
         names = tuple(node.name for node in given)
         parts = [received] if len(given) == 1 else made.call(ops.split, received, sizes=sizes, name=names)
         copies |= zip(given, parts, strict=True)
-    needed = {call_of(node) for node in _needed(results, given)}
+    computed = _needed(results, given)
+    needed = {call_of(node) for node in computed}
     copy_calls([node for node in body.nodes if node in needed], made, copies)
+    own = [copies[node] if node in computed else made.inputs[0] for node in tapped]
     if context.stage < context.mesh.pipeline - 1:
         name = _name_of(results)
         sent = copies[results[0]] if len(results) == 1 else made.call(ops.join, *map(copies.get, results), name=name)
-        made.output(made.call(ops.send, sent, axis=ops.STAGES, to=context.stage + 1, name=name))
+        made.output(made.call(ops.send, sent, axis=ops.STAGES, to=context.stage + 1, name=name), *own)
     else:
-        made.output(*map(copies.__getitem__, results))
+        returned = [copies[node] for node in results]
+        made.output(*returned[:num_read], *own, *returned[num_read:])
     return made
 
 

@@ -4,12 +4,12 @@
     pending = runner.execute(step)                  # of the first data group; step.others: of the others
     sampled = pending.wait()                        # of the first group; sampled.others: of the others
 
-The first rank of each group returns what its group sampled.
+The first rank of each group returns what its group sampled; of further stages, what is tapped of their layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,8 @@ class Driver:
         """runner: that of rank 0"""
         self.runner, self.run_ahead, self._ranks = runner, runner.run_ahead, ranks
         self._groups = [mesh.coordinates(rank)["data"] for rank in range(mesh.num_ranks)]
-        self._leaders = mesh.leaders[1:]
+        self._reporters = mesh.reporters(has_taps=runner.model.num_taps > 0)[1:]
+        self.num_groups = mesh.data
         self._dead: EngineDeadError | None = None  # why no further step can be started
 
     @property
@@ -48,7 +49,7 @@ class Driver:
             raise self._dead
         with self.fatal():
             self._send_groups(step)
-            return RanksPending(self.runner.execute(step), self, self._leaders)
+            return RanksPending(self.runner.execute(step), self, self._reporters)
 
     def finish_oldest(self) -> None:
         """Have the stages before the last one, which run ahead, finish the oldest step."""
@@ -78,7 +79,7 @@ class Driver:
         self._ranks.check()
 
     def receive(self, rank: int) -> Sampled:
-        """Receive what the group of this rank sampled in the oldest step not yet received."""
+        """Receive what a rank reports of the oldest step not yet received."""
         return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
 
     @contextmanager
@@ -129,11 +130,22 @@ class RanksPending:
 
     own: Pending  # of the first group
     driver: Driver
-    leaders: range  # the first ranks of the others
+    reporters: range  # the ranks that report besides
 
     def wait(self) -> Sampled:
         """Wait for all groups: what they sampled."""
         with self.driver.fatal():
             self.driver.finish_oldest()
             sampled = self.own.wait(self.driver.check)
-            return replace(sampled, others=list(map(self.driver.receive, self.leaders)))
+            groups = [sampled, *map(self.driver.receive, self.reporters)]
+        return merge_stages(groups, num_groups=self.driver.num_groups)
+
+
+def merge_stages(reports: Sequence[Sampled], num_groups: int) -> Sampled:
+    """What the first group sampled, and the others, with what is tapped of all stages. reports: by stage, and group"""
+    groups, further = reports[:num_groups], reports[num_groups:]
+    for number, report in enumerate(further):
+        tapped = groups[number % num_groups].tapped
+        for row, states in report.tapped.items():
+            tapped.setdefault(row, {}).update(states)
+    return replace(groups[0], others=[*groups[1:]])

@@ -129,6 +129,9 @@ class Model:
         self._has_adapters = ADAPTERS in given
         num_read = sum(len(graph.programs[name].inputs) for name in (HEAD, *[DRAFT_IN] * self.carries_hidden))
         self.num_taps = max(len(graph.programs[BODY].results) - num_read, 0)
+        first = len(graph.programs[HEAD].inputs)
+        tapped = enumerate(graph.programs[BODY].results[first : first + self.num_taps])
+        self.own_taps = {index for index, node in tapped if node.op != "placeholder"}  # not of another stage
         self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
         self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 

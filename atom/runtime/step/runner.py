@@ -140,25 +140,28 @@ class Runner:
         if step.encode is not None:
             model.encode(step.encode)
         started = self.graphs.start(step) or self._start(step)
+        indices = {each.index for each in step.tapped} & model.own_taps
+        tapped = [self._tap(started.taps[index], index, step) for index in sorted(indices)]
         if step.copies and not model.limits.num_drafts:
             model.copy_states(step.copies)
         if model.defers_logits and (started.unscored or step.scored or step.num_pooled):
-            return Pending(step, self._reported, [], None, None, finish=partial(self._finish_later, step, started))
-        return self._finish(step, started)
+            return Pending(
+                step, self._reported, [], None, None, finish=partial(self._finish_later, step, started, tapped)
+            )
+        return self._finish(step, started, tapped)
 
     @torch.inference_mode()
-    def _finish_later(self, step: StepInput, started: Started) -> Pending:
+    def _finish_later(self, step: StepInput, started: Started, tapped: list[_TappedStates]) -> Pending:
         """Finish a step whose logits were deferred."""
         if started.unscored:
             started.logits = score(self.model.head, started.unscored)
-        return self._finish(step, started)
+        return self._finish(step, started, tapped)
 
-    def _finish(self, step: StepInput, started: Started) -> Pending:
+    def _finish(self, step: StepInput, started: Started, tapped: list[_TappedStates]) -> Pending:
         """Sample, once the body has run."""
         model = self.model
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
         pooled = self._pool(started.hidden, step) if step.num_pooled and started.hidden else None
-        tapped = [self._tap(started.taps[index], index, step) for index in sorted({each.index for each in step.tapped})]
         if step.drafts:  # which are not verified yet
             slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
             lengths = model.send(np.array([each.length for each in step.drafts], np.int32))

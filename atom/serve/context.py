@@ -32,6 +32,7 @@ from atom.serve.engine.models import Models
 from atom.serve.engine.replicas import Replicas
 from atom.serve.engine.served_model import ServedModel
 from atom.serve.http.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
+from atom.serve.http.tapped import RunningTaps
 from atom.serve.openai.response_store import ResponseStore
 from atom.serve.ops.metrics import Metrics
 from atom.serve.ops.traces import open_traces
@@ -71,6 +72,7 @@ class Shared:
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.threads = ThreadPoolExecutor(NUM_THREADS, "text")
         self.image_threads = ThreadPoolExecutor(count_processes() + NUM_WAITING, "images", begin_thread)
+        self.running_taps = RunningTaps()
         self.num_preparing = 0  # requests that are being prepared in a thread
         self.logged: set[str] = set()  # what `log_once` has logged
 

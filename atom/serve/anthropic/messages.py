@@ -9,23 +9,25 @@ events keep a silent stream open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from atom.runtime.requests.taps import read_steer, read_taps
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, ThinkingShown, content_blocks
 from atom.serve.anthropic.prompt import prepare
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest, Thinking
 from atom.serve.context import Context
-from atom.serve.engine.protocol import Finish, Output
+from atom.serve.engine.protocol import Finish, Output, Tapped
 from atom.serve.http.bodies import Awake, Named, body_route
 from atom.serve.http.cache_usage import Written
 from atom.serve.http.errors import FieldError, json_response
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import event
+from atom.serve.http.tapped import tapped_states
 from atom.serve.ids import new_id
 from atom.serve.openai.params import SAME_NAMES, sampling_params
 from atom.serve.openai.schema import Generation, StructuredOutputs
@@ -64,6 +66,7 @@ class MessageResponder(Responder):
         self._blocks = BlockStream(self._thinking)
         self._has_begun = False  # a stream
         self._finish: Finish | None = None
+        self._tapped: Mapping[str, Tapped] = {}  # of a stream
 
     def make_request(self) -> EngineRequest:
         if self._body.thread is not None:
@@ -77,7 +80,8 @@ class MessageResponder(Responder):
         prompt, params = self.context.fit(prompt, params)
         user = self._body.metadata.user_id if self._body.metadata else None
         field = "tools" if self._format is None else "output_config.format.schema"
-        options = RequestOptions(retained=retained, images=conversation.images)
+        asked: dict[str, Any] = {"taps": read_taps(self._body.taps), "steer": read_steer(self._body.steer)}
+        options = RequestOptions(retained=retained, images=conversation.images, **asked)
         budget = "thinking.budget_tokens"
         return EngineRequest(
             [prompt], [params], user, options, constraint_field=field, budget_field=budget, parts=parts
@@ -101,7 +105,7 @@ class MessageResponder(Responder):
         assert choice.finish is not None, "it is done"
         stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
         content = content_blocks(answer, self._thinking)
-        return self._message(usage, content, *stop)
+        return self._message(usage, content, *stop) | tapped_states(choice.taps)
 
     def _message(
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None
@@ -118,6 +122,7 @@ class MessageResponder(Responder):
         return ()  # the first event has the usage, which is known with the first output
 
     def delta(self, choice: Choice, output: Output) -> bytes:
+        self._tapped = choice.taps
         return self._begin() + self._push(output)
 
     def _begin(self) -> bytes:
@@ -138,7 +143,7 @@ class MessageResponder(Responder):
         has_calls = self._parser is not None and self._parser.has_whole_calls
         reason, stop = stop_reason(self._finish, has_calls=has_calls)
         delta = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
-        yield self._blocks.close() + event(delta, "message_delta")
+        yield self._blocks.close() + event(delta | tapped_states(self._tapped), "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:

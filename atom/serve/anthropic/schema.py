@@ -21,12 +21,16 @@ from atom.serve.anthropic.message_schema import CacheControl, Messages, ToolName
 from atom.serve.openai.schema import (
     EXPLAIN,
     LABEL,
+    STEER,
+    TAPS,
     Body,
     CacheRetention,
     Count,
     JSONObject,
     List,
     Positive,
+    Steer,
+    Taps,
     Text,
     Word,
     of_types,
@@ -198,6 +202,8 @@ class MessagesRequest(CountRequest):
     top_k: Count | None = Field(None, description="0: all")
     metadata: Metadata | None = None
     cache_retention: CacheRetention | None = None
+    taps: Taps | None = Field(None, description=TAPS)
+    steer: Steer | None = Field(None, description=STEER)
     explain: bool | None = Field(None, description=EXPLAIN)
     service_tier: Word | None = Field(None, description=LABEL)
     inference_geo: Word | None = Field(None, description="a label: answers are made where the server is")

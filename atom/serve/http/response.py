@@ -24,7 +24,7 @@ from atom.errors import AtomError, RequestError
 from atom.runtime.kv.retention import retained_prefixes
 from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
-from atom.serve.auth.tenants import Tenant
+from atom.serve.auth.tenants import LimitError, Tenant
 from atom.serve.context import Context
 from atom.serve.engine.client import QueueFullError
 from atom.serve.engine.protocol import Admitted, Finish, Output, Tapped
@@ -33,6 +33,7 @@ from atom.serve.engine.stream import RequestStream
 from atom.serve.http.cache_usage import Written, count_written, retains
 from atom.serve.http.errors import MAX_MESSAGE, body_at, constraint_error, json_response, shown, status_of
 from atom.serve.http.sse import EventStream, event, until_gone
+from atom.serve.http.tapped import tapped_bytes
 from atom.serve.prompt_parts import Part, describe_hit
 
 SHORT = 1024  # log probabilities, or bytes of embeddings: to write so many is faster than to wake a thread
@@ -352,6 +353,8 @@ class Responder(ABC):
                 weight=tenant.limits.weight,
                 adapter=context.adapter(self.model),
             )
+            if options.taps:
+                self._hold_taps(submission, tenant, left)
             try:
                 stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
             except QueueFullError as error:
@@ -372,9 +375,19 @@ class Responder(ABC):
             except ClientDisconnect:
                 self._record_end(request, active)
                 raise
-        kept = best(choices, submission.params[0].n, submission.num_kept)
-        request.state.log |= active.log_fields(usage := self.usage(active))
-        return await active.write(lambda: json_response(self.response_body(kept, usage)))
+            kept = best(choices, submission.params[0].n, submission.num_kept)
+            request.state.log |= active.log_fields(usage := self.usage(active))
+            return await active.write(lambda: json_response(self.response_body(kept, usage)))
+
+    def _hold_taps(self, submission: EngineRequest, tenant: Tenant, left: ExitStack) -> None:
+        """Count what the request taps until it has left. FieldError, LimitError if that is too much."""
+        context, taps = self.context, submission.options.taps
+        size = tapped_bytes(taps, submission.prompts, submission.params, context.config.model.hidden)
+        try:
+            left.enter_context(context.shared.running_taps.hold(size))
+        except LimitError as error:
+            tenant.refuse(error.limit)
+            raise
 
     def _record_end(self, request: Request, active: ActiveResponse) -> None:
         """Record how an answer has ended, unless that has been done: then its client has left."""

@@ -19,10 +19,11 @@ from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
+from atom.serve.http.tapped import tapped_states
 from atom.serve.openai.breakpoints import breakpoints_of, mark_texts
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import effort_of, sampling_params
-from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json, tapped_states
+from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import ChatParsers
@@ -129,7 +130,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
         if self.body.return_token_ids:
             fields["token_ids"] = choice.tokens
-        fields |= tapped_states(choice)
+        fields |= tapped_states(choice.taps)
         return fields | {"finish_reason": "tool_calls" if answer.has_whole_calls else finish_reason(choice)}
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:

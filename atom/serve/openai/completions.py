@@ -18,9 +18,10 @@ from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
+from atom.serve.http.tapped import tapped_states
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, sampling_params, split_inputs
-from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json, tapped_states
+from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json
 from atom.serve.openai.schema import CompletionRequest
 
 
@@ -93,7 +94,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
         if body.return_token_ids:
             fields |= {"prompt_token_ids": self._prompts[choice.prompt_index], "token_ids": tokens}
-        fields |= tapped_states(choice)
+        fields |= tapped_states(choice.taps)
         return fields | {"finish_reason": "length" if body.max_tokens == 0 else finish_reason(choice)}
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:

@@ -5,20 +5,19 @@ params = sampling_params(body, config)        # FieldError names the field that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from atom.config import Config
 from atom.errors import RequestError
 from atom.runtime.requests.taps import read_steer, read_taps
-from atom.runtime.types import RequestOptions, Tap
+from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams, repetition_detection
 from atom.serve.http.errors import FieldError, constraint_error, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation, PooledRequest, RepetitionDetection
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
-MAX_TAPPED = 256 << 20  # bytes of hidden states in an answer, where they are base64
 # fields of a body that take another form here, or have several names
 READ_APART = {"n", "stop", "logit_bias", "structured_outputs", "thinking_token_budget"} | {
     "repetition_detection",
@@ -74,15 +73,6 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
         if constraint is None:
             raise
         raise constraint_error(constraint.field, str(error)) from None
-
-
-def check_tapped(taps: Sequence[Tap], prompts: list[list[int]], params: list[SamplingParams], hidden: int) -> None:
-    """FieldError if the answers to all prompts may have more than MAX_TAPPED bytes of hidden states."""
-    answers = [(one.n, len(prompt) + one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
-    size = 4 * hidden * sum(num * (longest if tap.pool == "all" else 1) for tap in taps for num, longest in answers)
-    if size > MAX_TAPPED:
-        sizes = f"up to {size / 1e6:,.0f} MB, more than {MAX_TAPPED / 1e6:,.0f} MB"
-        raise FieldError("taps", f"taps: hidden states of {sizes}: lower max_tokens or n, or name fewer layers")
 
 
 def requested_tokens(body: Generation) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -17,8 +16,9 @@ from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import DONE, event
+from atom.serve.http.tapped import tapped_states
 from atom.serve.ids import new_id
-from atom.serve.openai.params import budget_field, check_tapped, find_constraint, request_options
+from atom.serve.openai.params import budget_field, find_constraint, request_options
 from atom.serve.openai.schema import Generation
 from atom.serve.prompt_parts import NOWHERE, Located
 
@@ -73,7 +73,6 @@ class OpenAIResponder(Responder, Generic[Body]):
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
         field = default_field if found is None else found.field
         options = replace(request_options(body), retained=located.retained, images=images)
-        check_tapped(options.taps, prompts, params, self.context.config.model.hidden)
         return EngineRequest(
             prompts, params, body.user, options, body.n or 1, field, budget_field(body), parts=located.parts
         )
@@ -92,18 +91,9 @@ class OpenAIResponder(Responder, Generic[Body]):
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
 
 
-def tapped_states(choice: Choice) -> dict[str, Any]:
-    """The field of a choice with the hidden states that it taps, empty without any: base64 of float32, row by row."""
-    taps = {
-        name: {"dtype": "float32", "shape": list(states.shape), "data": b64encode(states.data).decode()}
-        for name, states in choice.taps.items()
-    }
-    return {"taps": taps} if taps else {}
-
-
 def tapped_json(choice: Choice) -> bytes:
-    """The same ahead of other fields of an event's choice."""
-    fields = tapped_states(choice)
+    """The hidden states that a choice taps, ahead of other fields of its event."""
+    fields = tapped_states(choice.taps)
     return b',"taps":%s' % json.encode(fields["taps"]) if fields else b""
 
 

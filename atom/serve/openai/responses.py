@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 from atom.serve.chat_template import Conversation, encode_conversation, shown_tokens
 from atom.serve.context import Context
-from atom.serve.engine.protocol import Finish, Output
+from atom.serve.engine.protocol import Finish, Output, Tapped
 from atom.serve.http.bodies import Awake, Named, body_route
 from atom.serve.http.errors import FieldError, ResponseNotFoundError, json_response, shown
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
+from atom.serve.http.tapped import tapped_states
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import locate, parsers_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
@@ -193,6 +194,7 @@ class ResponsesResponder(Responder):
         self._names = call_names(body.tools or ())
         self._items = ItemStream(self._names)
         self._finish: Finish | None = None
+        self._tapped: Mapping[str, Tapped] = {}  # of a stream
         self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
     async def respond(self, request: Request) -> Response:
@@ -228,7 +230,8 @@ class ResponsesResponder(Responder):
         parser = self._make_parser()
         delta = self._parsers.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
-        return self._stored(self._response(status, output_items(delta, logprobs, status, self._names), usage))
+        response = self._stored(self._response(status, output_items(delta, logprobs, status, self._names), usage))
+        return response | tapped_states(choice.taps)
 
     def open(self, active: ActiveResponse) -> Iterator[bytes]:
         self._parser = self._make_parser()
@@ -236,7 +239,7 @@ class ResponsesResponder(Responder):
             yield self._items.event(name, response=self._response("in_progress", []))
 
     def delta(self, choice: Choice, output: Output) -> bytes:
-        self._finish = output.finish
+        self._finish, self._tapped = output.finish, choice.taps
         is_last = output.finish is not None
         delta = self._parsers.next(self._parser, output.text or "", is_last=is_last)
         return self._items.push(delta, self._logprobs(output.logprobs or [], delta, output.finish))
@@ -249,7 +252,7 @@ class ResponsesResponder(Responder):
         assert self._finish is not None, "it is done"
         status = status_of(self._finish)
         yield from self._items.close(status)
-        response = self._stored(self._response(status, self._items.done, usage))
+        response = self._stored(self._response(status, self._items.done, usage)) | tapped_states(self._tapped)
         yield self._items.event(f"response.{status}", response=response)
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:

@@ -77,7 +77,7 @@ BREAKPOINT = "Anthropic's: the prompt up to here is kept from eviction; forms th
 EXPLAIN = "prefix_hit of the answer says where the prompt's hit in the prefix cache ended, and why"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
-TAPS = "layers of passes.taps, with last, mean or all; of a list last: the choices have their hidden states"
+TAPS = "layers of passes.taps, with last, mean or all; of a list last: the answer has their hidden states"
 STEER = "vectors of passes.steer that are added to hidden states, with their scales; of a list 1"
 THINKING = "tokens of reasoning, after which it is ended; -1: any number"
 
@@ -267,6 +267,8 @@ class Sampling(Body):
     thinking_budget: Budget | None = Field(None, description="another name of thinking_token_budget")
     repetition_detection: RepetitionDetection | None = None
     cache_retention: CacheRetention | None = None
+    taps: Taps | None = Field(None, description=TAPS)
+    steer: Steer | None = Field(None, description=STEER)
     explain: bool | None = Field(None, description=EXPLAIN)
     store: bool | None = Field(None, description="a label: nothing is stored")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
@@ -280,9 +282,6 @@ class Sampling(Body):
 
 class Generation(Sampling):
     """The fields that completions and chats share."""
-
-    taps: Taps | None = Field(None, description=TAPS)
-    steer: Steer | None = Field(None, description=STEER)
 
     stream_options: StreamOptions | None = None
     n: Positive | None = None

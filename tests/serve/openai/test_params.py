@@ -7,11 +7,8 @@ import pytest
 
 from atom.config import Config
 from atom.config.load import load
-from atom.runtime.types import Tap
-from atom.sampling_params import SamplingParams
 from atom.serve.http.errors import FieldError
-from atom.serve.openai import params
-from atom.serve.openai.params import check_tapped, sampling_params
+from atom.serve.openai.params import sampling_params
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -49,22 +46,6 @@ def test_without_max_tokens_a_chat_has_what_the_context_holds_and_a_completion_1
     assert sampling_params(completion(max_tokens=50), config).max_tokens == 50
     config = load([f"checkpoint={talker}", "sampling.max_tokens=7"])
     assert {sampling_params(body, config).max_tokens for body in (chat(), completion())} == {7}
-
-
-def test_answers_have_so_many_hidden_states_at_most(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(params, "MAX_TAPPED", 4 * 48 * 60)  # of 60 tokens
-    both, prompts = (Tap("model.layers.0", "all"), Tap("model.layers.1", "all")), [[5] * 20, [5] * 10]
-
-    def check(taps: tuple[Tap, ...], num_prompts: int, n: int, max_tokens: int) -> None:
-        every = [SamplingParams(n=n, max_tokens=max_tokens)] * num_prompts
-        check_tapped(taps, prompts[:num_prompts], every, hidden=48)
-
-    check(both, 1, 1, 10)
-    check(both[:1], 2, 1, 15)
-    check((Tap("model.layers.0", "mean"),), 2, 30, 1000)
-    for asked in ((both, 1, 1, 11), (both, 1, 2, 10), (both[:1], 2, 1, 16)):
-        with pytest.raises(FieldError, match=r"^taps: hidden states of up to 0 MB, more than 0 MB: lower max_tokens"):
-            check(*asked)
 
 
 def test_a_default_of_min_tokens_gives_way_to_a_short_answer(talker: Path):

@@ -54,6 +54,7 @@ class Entry(NamedTuple):
     num_bytes: float = 0.0  # of weights in memory, each once
     decode_bytes: float = 0.0  # moved by a decode of one sequence of CONTEXT tokens
     prompt_flops: float = 0.0  # of a prompt of PROMPT tokens
+    fmt: str = ""  # of a matrix in memory: its dtype, or how it is packed; empty: there is none
 
 
 class LayerKind(NamedTuple):
@@ -85,12 +86,21 @@ def divide_sizes(graph: Graph) -> list[Entry]:
         new = sum((Counter(sizes) for recipe, sizes in held.items() if recipe not in counted), Counter[str]())
         counted |= held.keys()
         call = f"{node.target.name} by {node.meta.get('kernel', 'reference')}"
+        formats = {
+            name: recipe.type.fmt or recipe.type.dtype for recipe in held if is_matrix(recipe) for name in held[recipe]
+        }
         work, of_states = divide_work(program, node)
         for name, share in work_shares(node, held.values()).items():
-            entries.append(Entry(places[name], call, new[name], *(each * share for each in work)))
+            entries.append(
+                Entry(places[name], call, new[name], *(each * share for each in work), formats.get(name, ""))
+            )
         if at is not None:
             entries.append(Entry(at, call, 0.0, *of_states))
     return entries
+
+
+def is_matrix(recipe: Recipe) -> bool:
+    return recipe.type.dtype != "i64" and len(recipe.type.shape) > 1
 
 
 def walk(graph: Graph) -> Iterator[Visit]:

@@ -100,7 +100,7 @@ def draw_model(graph: Graph) -> str:
 
 
 def add(entries: Iterable[Entry]) -> Sum:
-    columns = zip(*(entry[2:] for entry in entries), strict=True)
+    columns = zip(*(entry[2:5] for entry in entries), strict=True)
     return Sum(*map(sum, columns))
 
 
@@ -245,19 +245,45 @@ def draw_card(
     head = ("module, and the call that reads it", "bytes of each" if times > 1 else "bytes", "decode", "prompt")
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     cells = f"<colgroup>{'<col>' * len(head)}</colgroup><thead><tr>{columns}</tr></thead>"
-    bodies = "".join(draw_part(part, rows, times, whole, colors) for part, rows in parts.items())
+    differ = len({entry.fmt for entry in entries} - {""}) > 1
+    bodies = "".join(draw_part(part, rows, times, whole, colors, differ=differ) for part, rows in parts.items())
     text = page.paragraph(about) if about else ""
     return f'<section class="card"><h3>{title}</h3>{text}<table>{cells}{bodies}</table></section>'
 
 
-def draw_part(part: str, rows: Mapping[str, Sequence[Entry]], times: int, whole: Sum, colors: Mapping[str, int]) -> str:
-    """A part with a bar of its share of a decode, and its rows; one without a name is the part itself."""
+def describe_formats(entries: Sequence[Entry]) -> str:
+    """The formats of a module's weights, with their layers if those differ."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for entry in entries:
+        if entry.fmt and entry.num_bytes:
+            layers[entry.fmt].append(entry.place.layer)
+    if len(layers) < 2:
+        return "".join(layers)
+    every = {fmt: sorted({*numbers}) for fmt, numbers in sorted(layers.items())}
+    return "; ".join(f"{fmt} in layer{'s' * (len(each) > 1)} {ranges(each)}" for fmt, each in every.items())
+
+
+def draw_part(
+    part: str,
+    rows: Mapping[str, Sequence[Entry]],
+    times: int,
+    whole: Sum,
+    colors: Mapping[str, int],
+    *,
+    differ: bool,
+) -> str:
+    """A part with a bar of its share of a decode, and its rows; one without a name is the part itself.
+
+    differ: the formats of weights, which then are named
+    """
+
+    def describe(own: Sequence[Entry]) -> tuple[str, str]:
+        return main_call(own), describe_formats(own) if differ else ""
+
     every = [entry for own in rows.values() for entry in own]
     weights = [entry for entry in every if entry.num_bytes]
     has_rows = list(rows) != [""]
-    lines = [
-        draw_row("th", part, "" if has_rows else main_call(every), add(every).per(times), add(every).shares(whole))
-    ]
+    lines = [draw_row("th", part, () if has_rows else describe(every), add(every).per(times), add(every).shares(whole))]
     if (share := add(every).shares(whole)[1]) >= SMALLEST:
         bar = f'<i style="width:{share:.1%}"></i>'
         lines.append(f'<tr aria-hidden="true"><td colspan="4" class="meter">{bar}</td></tr>')
@@ -265,14 +291,15 @@ def draw_part(part: str, rows: Mapping[str, Sequence[Entry]], times: int, whole:
         kept = next((name for name in (KV, STATE) if row.startswith(name)), None)
         css = f' class="c{colors.get(kept, GRAY)}"' if kept else ""
         each = add(own)
-        lines.append(draw_row("td", row or "itself", main_call(own), each.per(times), each.shares(whole), css))
+        lines.append(draw_row("td", row or "itself", describe(own), each.per(times), each.shares(whole), css))
     color = colors.get(color_key(next(iter(weights or every))), GRAY)
     return f'<tbody class="c{color}">{"".join(lines)}</tbody>'
 
 
-def draw_row(tag: str, name: str, call: str, num_bytes: int, shares: Sequence[float], css: str = "") -> str:
+def draw_row(tag: str, name: str, notes: Sequence[str], num_bytes: int, shares: Sequence[float], css: str = "") -> str:
+    """A row of a card's table. notes: below the name, those that are empty left out"""
     scope = ' scope="rowgroup"' if tag == "th" else ""
-    small = f"<small>{html.escape(call)}</small>" if call else ""
+    small = "".join(f"<small>{html.escape(note)}</small>" for note in notes if note)
     size = format_bytes(num_bytes) if num_bytes else ""
     numbers = "".join(f"<td>{share:.1%}</td>" if share >= SMALLEST else "<td></td>" for share in shares[1:])
     shown = re.sub(r"([._])", r"\1<wbr>", html.escape(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from atom.compiler import compile_graph
 from atom.config.load import load, load_gpu
 from atom.graph import Graph
 from atom.jobs.explain.layer_sizes import KV, STATE, divide_sizes, group_layers
+from atom.jobs.explain.picture import draw_model
 from atom.kernels import Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -108,3 +110,18 @@ def test_a_head_that_is_the_embedding_counts_once(checkpoints: Any):
     tied = [entry for entry in entries if entry.place.part == "model.embed_tokens"]
     assert {entry.call.partition(" ")[0] for entry in tied} == {"embedding", "linear"}
     assert sum(entry.num_bytes for entry in tied) == sum(entry.decode_bytes for entry in tied) == size
+
+
+def test_formats_are_named_by_module_if_they_differ(checkpoints: Any):
+    formats = (
+        'quant.formats={"re:model.layers.[02]..*": "int4[1, 16]", "model.layers.1.mlp": "int8", '
+        '"model.layers.1.self_attn": "plain"}'
+    )
+    drawn = draw_model(graph_of(checkpoints("llama"), "level=1", "quant=int8", formats))
+    found = dict(re.findall(r"<td>(\w+(?:<wbr>\w+)*)<small>[^<]*</small><small>([^<]*)</small>", drawn))
+    shown = {name.replace("<wbr>", ""): text for name, text in found.items()}
+    assert shown == dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "fp32 in layer 1; int4[1, 16] in layers 0, 2"
+    ) | (dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "int4[1, 16] in layers 0, 2; int8[1, *] in layer 1"))
+    alike = draw_model(graph_of(checkpoints("llama"), "level=1"))
+    assert "fp32" not in alike, "of one format, nothing is said"

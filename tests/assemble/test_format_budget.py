@@ -112,6 +112,12 @@ def test_modules_that_are_to_stay_plain_do(folder: Path):
     assert len(formats) == 12 and set(formats.values()) == {"int8[1, *]"}
 
 
+def test_choices_may_have_blocks(folder: Path):
+    """As docs/budget.md writes them."""
+    chosen = measure(folder, 0.02, 'quant.choices=["int4[1, 16]",int8]').quant.formats
+    assert {*chosen.values()} == {"int4[1, 16]", "int8[1, *]"}
+
+
 def test_explain_shows_what_a_start_has_chosen(folder: Path, capsys: pytest.CaptureFixture[str]):
     config = loaded(folder, "quant=budget", "quant.max_kl=0.02", "job=explain")
     with pytest.raises(ConfigError, match="quant=budget: the formats are measured when an engine first starts"):

@@ -91,9 +91,8 @@ def divide_sizes(graph: Graph) -> list[Entry]:
         }
         work, of_states = divide_work(program, node)
         for name, share in work_shares(node, held.values()).items():
-            entries.append(
-                Entry(places[name], call, new[name], *(each * share for each in work), formats.get(name, ""))
-            )
+            decode_bytes, prompt_flops = (each * share for each in work)
+            entries.append(Entry(places[name], call, new[name], decode_bytes, prompt_flops, formats.get(name, "")))
         if at is not None:
             entries.append(Entry(at, call, 0.0, *of_states))
     return entries

@@ -10,9 +10,9 @@ The schema is passed in: this module knows none of its fields but those that a g
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
+import pickle
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -38,7 +42,7 @@ from atom.config.spelling import override
 from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION
 
-COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
+COMPOSING = threading.Lock()  # Hydra composes through a singleton
 SPECIAL = r"\$\{|\?\?\?"  # of OmegaConf in a text
 
 
@@ -66,7 +70,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
             if any(text.startswith("hydra.") for text in choices):  # folders whose files may change
                 composed = compose_choices(schema, choices)
             else:
-                composed = copy.deepcopy(compose_once(schema, *choices))
+                composed = pickle.loads(compose_once(schema, *choices))  # copy.deepcopy takes three times as long
         for parsed in map(parse, values):
             key = parsed.key_or_group
             for at in optional_along(schema, key):
@@ -113,18 +117,46 @@ def check_files(overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
                 raise ConfigError(f"{file}: {one_line(error)}") from None
 
 
+class PackagedFiles(ConfigRepository):
+    """Hydra's files and those of conf/, read once a process: Hydra parses some twenty for each composition."""
+
+    def __init__(self, search_path: ConfigSearchPath) -> None:
+        super().__init__(search_path)
+        self._pickled: dict[str, bytes] = {}
+
+    def __deepcopy__(self, memo: object) -> PackagedFiles:
+        return self  # Hydra copies it for each composition, since a hydra.searchpath would change it
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._pickled:
+            if (loaded := super().load_config(config_path)) is None:
+                return None
+            self._pickled[config_path] = pickle.dumps(loaded, pickle.HIGHEST_PROTOCOL)
+        result: ConfigResult = pickle.loads(self._pickled[config_path])  # a composition takes its nodes
+        return result
+
+
+@functools.lru_cache(8)
+def packaged_files(schema: Any, folders: str) -> PackagedFiles:
+    """Those with this schema among them, in folders that Hydra's plugins may add."""
+    return PackagedFiles(create_config_search_path(str(CONF)))
+
+
 @functools.lru_cache(256)
-def compose_once(schema: Any, *choices: str) -> DictConfig:
-    """A composition of conf/ only, which is to be copied before it is changed."""
-    return compose_choices(schema, choices)
+def compose_once(schema: Any, *choices: str) -> bytes:
+    """A composition of conf/ only, pickled: each caller gets one of its own."""
+    return pickle.dumps(compose_choices(schema, choices, is_packaged=True), pickle.HIGHEST_PROTOCOL)
 
 
-def compose_choices(schema: Any, choices: Sequence[str]) -> DictConfig:
-    """One thread at a time."""
+def compose_choices(schema: Any, choices: Sequence[str], is_packaged: bool = False) -> DictConfig:
+    """One thread at a time. is_packaged: the choices name no folder, so that all are files that stay as they are"""
     register(schema)
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
+            made = GlobalHydra.instance().hydra
+            if is_packaged and made is not None:
+                made.config_loader.repository = packaged_files(schema, str(made.config_loader.get_search_path()))
             composed: DictConfig = hydra.compose("config", [*choices])
     finally:
         GlobalHydra.instance().hydra = outer

@@ -5,12 +5,15 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import hydra
 import pytest
 from hydra.errors import HydraException
-from omegaconf import base, grammar_parser
+from omegaconf import OmegaConf, base, grammar_parser
 
 from atom.config import Config
+from atom.config.folders import CONF
 from atom.config.hydra import compose, compose_once, resolve
 from atom.config.load import load
 from atom.config.model_files import find_source
@@ -40,8 +43,7 @@ def test_a_composition_is_not_changed_by_what_another_one_sets():
         assert plain.model.weights.attention_norm == "model.layers.{layer}.input_layernorm"
 
 
-def test_threads_that_compose_at_a_time_leave_what_they_copy_as_it_is():
-    original = compose_once(Config, "model=llama")
+def test_threads_that_compose_at_a_time_get_compositions_of_their_own():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -49,8 +51,28 @@ def test_threads_that_compose_at_a_time_leave_what_they_copy_as_it_is():
             made = list(pool.map(lambda _: compose(Config, ["model=llama"]), range(6)))
     finally:
         sys.setswitchinterval(interval)
-    for composed in (original, *made):
+    assert len({id(composed.model) for composed in made}) == 6
+    for composed in made:
         assert all(composed._get_node(name)._get_parent() is composed for name in ("model", "serve", "job"))
+
+
+def test_files_are_parsed_once_a_process_and_give_what_hydra_makes_of_them(monkeypatch: pytest.MonkeyPatch):
+    choices = ["model=qwen3_moe", "quant=none", "job=eval"]  # a chain of files, and one with a package of its own
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        expected = hydra.compose("config", choices)
+    compose_once.cache_clear()
+    opened, load_file = list[str](), OmegaConf.load
+
+    def record(file: Any) -> object:
+        opened.append(Path(file.name).name)
+        return load_file(file)
+
+    monkeypatch.setattr(OmegaConf, "load", record)
+    for model in ("qwen3_moe", "qwen3_moe", "mixtral"):
+        composed = compose(Config, [f"model={model}", *choices[1:]])
+        if model == "qwen3_moe":
+            assert composed == expected and OmegaConf.to_yaml(composed) == OmegaConf.to_yaml(expected)
+    assert len(opened) == len(set(opened)) and "mixtral.yaml" not in opened[:-1]
 
 
 def test_the_interpolations_of_a_model_are_parsed_once_a_process(monkeypatch: pytest.MonkeyPatch):

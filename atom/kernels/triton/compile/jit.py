@@ -15,7 +15,8 @@ Triton does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -98,9 +99,31 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
 class InterpretedFunction(interpreter.InterpretedFunction):  # type: ignore[misc]
     """A kernel, or a function that kernels call, under TRITON_INTERPRET=1."""
 
+    def run(self, *args: Any, **options: Any) -> Any:
+        with patching_once():
+            return super().run(*args, **options)
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call it in a launch, which has patched triton.language; Triton would patch it again, in 0.5 ms a call."""
         return self.rewrite()(*args, **options)
+
+
+@contextmanager
+def patching_once() -> Iterator[None]:
+    """In a launch, let tl.sum and the like patch triton.language at a module's first call; Triton does at each."""
+    patched, call = set[int](), interpreter.InterpretedFunction.__call__
+
+    def call_patched(function: Any, *args: Any, **options: Any) -> Any:
+        if (module := id(function.fn.__globals__)) in patched:
+            return function.rewrite()(*args, **options)
+        patched.add(module)
+        return call(function, *args, **options)
+
+    interpreter.InterpretedFunction.__call__ = call_patched
+    try:
+        yield
+    finally:
+        interpreter.InterpretedFunction.__call__ = call
 
 
 def has_hooks() -> bool:

@@ -73,7 +73,7 @@ def test_labels_have_the_probabilities_of_transformers(
 
 def test_a_pair_is_scored_as_one_prompt_by_the_one_label(save: Save):
     folder = save("qwen3", 1)
-    llm = LLM(str(folder), device="cpu", dtype="fp32", kv_cache_memory_bytes=1 << 24)
+    llm = LLM(str(folder), device="cpu", dtype="fp32", level=0, kv_cache_memory_bytes=1 << 24)
     pairs = [PROMPTS[1] + PROMPTS[2], PROMPTS[1] + PROMPTS[0]]
     expected = logits_of(folder, pairs).sigmoid()[:, 0].tolist()
     found = llm.score(

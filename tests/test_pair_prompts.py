@@ -132,7 +132,7 @@ def test_a_score_without_activation_is_the_difference_of_two_logits_or_one_of_th
 
 def test_a_template_of_the_caller_goes_first(save: Save):
     folder = save()
-    llm = LLM(str(folder), device="cpu", dtype="fp32", kv_cache_memory_bytes=1 << 24)
+    llm = LLM(str(folder), device="cpu", dtype="fp32", level=0, kv_cache_memory_bytes=1 << 24)
     template = f"{ROLES['query']}|{ROLES['document']}|{{{{ depth | default(1) }}}}"
     for values, text in (({}, "What is it?|Bread|1"), ({"depth": 2}, "What is it?|Bread|2")):
         (found,) = llm.score(QUERY, "Bread", chat_template=template, chat_template_kwargs=values)

@@ -135,7 +135,7 @@ def test_baichuan_13b_is_a_llama_with_slopes_in_place_of_a_rope(tmp_path: Path) 
         expected = model(torch.tensor([tokens]), attention_mask=mask, position_ids=still).logits[0]
     own = ["model.assumes.vocab_size=101", "model.attention.alibi=added", "model.attention.rope.kind=none"]
     engine = LLMEngine.from_config(
-        load([f"checkpoint={tmp_path}", "dtype=fp32", "serve.kv_cache_memory=4194304", *own])
+        load([f"checkpoint={tmp_path}", "dtype=fp32", "level=1", "serve.kv_cache_memory=4194304", *own])
     )
     assert_same_logits(logits_of(engine, tokens), expected)
     engine.close()

@@ -10,6 +10,7 @@ The schema is passed in: this module knows none of its fields but those that a g
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import pickle
@@ -26,6 +27,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, grammar_parser
@@ -122,17 +124,19 @@ class PackagedFiles(ConfigRepository):
 
     def __init__(self, search_path: ConfigSearchPath) -> None:
         super().__init__(search_path)
-        self._pickled: dict[str, bytes] = {}
+        self._pickled: dict[tuple[str, str], bytes] = {}  # by folder and name
 
     def __deepcopy__(self, memo: object) -> PackagedFiles:
-        return self  # Hydra copies it for each composition, since a hydra.searchpath would change it
+        return copy.copy(self)  # Hydra gives a composition its own, which may get folders, too
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        if config_path not in self._pickled:
-            if (loaded := super().load_config(config_path)) is None:
-                return None
-            self._pickled[config_path] = pickle.dumps(loaded, pickle.HIGHEST_PROTOCOL)
-        result: ConfigResult = pickle.loads(self._pickled[config_path])  # a composition takes its nodes
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.provider.startswith(SEARCHPATH.removesuffix("=")):  # a file that may change
+            return super().load_config(config_path)
+        key = source.path, config_path
+        if key not in self._pickled:
+            self._pickled[key] = pickle.dumps(super().load_config(config_path), pickle.HIGHEST_PROTOCOL)
+        result: ConfigResult = pickle.loads(self._pickled[key])  # a composition takes its nodes
         return result
 
 
@@ -145,17 +149,17 @@ def packaged_files(schema: Any, folders: str) -> PackagedFiles:
 @functools.lru_cache(256)
 def compose_once(schema: Any, *choices: str) -> bytes:
     """A composition of conf/ only, pickled: each caller gets one of its own."""
-    return pickle.dumps(compose_choices(schema, choices, is_packaged=True), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(compose_choices(schema, choices), pickle.HIGHEST_PROTOCOL)
 
 
-def compose_choices(schema: Any, choices: Sequence[str], is_packaged: bool = False) -> DictConfig:
-    """One thread at a time. is_packaged: the choices name no folder, so that all are files that stay as they are"""
+def compose_choices(schema: Any, choices: Sequence[str]) -> DictConfig:
+    """One thread at a time."""
     register(schema)
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
             made = GlobalHydra.instance().hydra
-            if is_packaged and made is not None:
+            if made is not None:
                 made.config_loader.repository = packaged_files(schema, str(made.config_loader.get_search_path()))
             composed: DictConfig = hydra.compose("config", [*choices])
     finally:

@@ -60,6 +60,12 @@ class W:
         except FormatError as error:
             raise FormatError(f"{self.name}: {error}") from None
 
+    def with_name(self, name: str) -> W:
+        """A tensor of the same type, which is not checked again: a model has some ten thousand of experts."""
+        made = object.__new__(W)
+        made.__dict__.update(name=name, type=self.type)
+        return made
+
 
 @dataclass(frozen=True)
 class Cat:
@@ -638,7 +644,9 @@ def once(compute: Callable[[Recipe], T]) -> Callable[[Recipe], T]:
 
 def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
     """The recipe with other names of stored tensors and measured scales."""
-    if isinstance(recipe, W | Measured):
+    if isinstance(recipe, W):
+        return recipe.with_name(rename(recipe.name))
+    if isinstance(recipe, Measured):
         return replace(recipe, name=rename(recipe.name))
     if isinstance(recipe, Constant | Offset):
         return recipe

@@ -212,13 +212,14 @@ def weight_sizes(graph: Graph) -> dict[str, Any]:
             share_of[leaf] = max(share_of[leaf], share)
     stored, held = Counter[str](), Counter[str]()
     active: dict[str, Fraction] = defaultdict(Fraction)
-    for leaf, share in share_of.items():
-        stored[leaf.type.fmt or leaf.type.dtype] += leaf.type.num_bytes
-        active[leaf.type.fmt or leaf.type.dtype] += leaf.type.num_elements * share
+    alike = Counter((leaf.type, share) for leaf, share in share_of.items())  # experts, of which there are many
+    for (type, share), count in alike.items():
+        stored[type.fmt or type.dtype] += type.num_bytes * count
+        active[type.fmt or type.dtype] += type.num_elements * share * count
     for recipe in shares:
         held.update(held_by_format(recipe))
     return {
-        "parameters": sum(leaf.type.num_elements for leaf in share_of),
+        "parameters": sum(type.num_elements * count for (type, _), count in alike.items()),
         "active_parameters": int(sum(active.values())),
         "weights_bytes": sum(map(device_bytes, shares)),
         **({"host_weights_bytes": on_host} if (on_host := sum(map(host_bytes, shares))) else {}),

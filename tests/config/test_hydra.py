@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, base, grammar_parser
 
 from atom.config import Config
 from atom.config.folders import CONF
-from atom.config.hydra import compose, compose_once, resolve
+from atom.config.hydra import compose, compose_once, register, resolve
 from atom.config.load import load
 from atom.config.model_files import find_source
 from atom.config.schema import ServeConfig
@@ -58,6 +58,7 @@ def test_threads_that_compose_at_a_time_get_compositions_of_their_own():
 
 def test_files_are_parsed_once_a_process_and_give_what_hydra_makes_of_them(monkeypatch: pytest.MonkeyPatch):
     choices = ["model=qwen3_moe", "quant=none", "job=eval"]  # a chain of files, and one with a package of its own
+    register(Config)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         expected = hydra.compose("config", choices)
     compose_once.cache_clear()

@@ -119,7 +119,7 @@ def check_files(overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
                 raise ConfigError(f"{file}: {one_line(error)}") from None
 
 
-class PackagedFiles(ConfigRepository):
+class PackagedFiles(ConfigRepository):  # type: ignore[misc]  # Hydra has no types
     """Hydra's files and those of conf/, read once a process: Hydra parses some twenty for each composition."""
 
     def __init__(self, search_path: ConfigSearchPath) -> None:

@@ -36,7 +36,14 @@ def test_each_model_file_gives_the_logits_of_transformers(name: str, tmp_path: P
     assert_same_as_transformers(config, model.eval())
 
 
-@pytest.mark.parametrize("name", tiny.RECURRENT)
+# one of each op and kind of layer
+QUICK = ("lfm2", "bamba", "nemotron_h_latent_stacked", "mamba_biases", "jamba_stacked", "falcon_h1_normed", "zaya",
+         "minimax_text_01", "kimi_linear", "bailing_moe_v3", "olmo_hybrid", "qwen3_5", "qwen4_exp")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in tiny.RECURRENT]
+)
 def test_layers_with_recurrent_state_give_the_logits_of_transformers(name: str, tmp_path: Path):
     model = tiny.save_changed(name, tmp_path / name)
     config = load([f"checkpoint={tmp_path / name}", "dtype=fp32"])

@@ -50,7 +50,7 @@ def test_attention_reads_chosen_blocks_only(
     )
 
 
-@pytest.mark.parametrize("units", [2, 100])
+@pytest.mark.parametrize("units", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_single_tokens_are_attended_to_by_tiles(triton_device: str, monkeypatch: pytest.MonkeyPatch, units: int):
     gpu = block_sparse.find_gpu(torch.device(triton_device))
     monkeypatch.setattr(block_sparse, "find_gpu", lambda _: gpu._replace(units=units))
@@ -85,7 +85,7 @@ def test_half_precision_and_caches_in_fp8_are_as_near_to_the_truth(
     assert_as_near(out, reference(case, selected, *scales, scale=0.1, block=8), truth, 2.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, gpu=2)
 @pytest.mark.parametrize(("max_union", "top_k"), [(1, 1), (1, 3), (2, 3), (8, 3)])
 def test_queries_that_choose_few_different_blocks_are_attended_together(
     triton_device: str, monkeypatch: pytest.MonkeyPatch, max_union: int, top_k: int

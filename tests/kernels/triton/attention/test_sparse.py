@@ -67,6 +67,7 @@ def test_prompts_choose_too(decodes, top_k, short_segments, triton_device):
     check_choice(index_case(decodes, PROMPTS), top_k, triton_device)
 
 
+@pytest.mark.sampled(2, gpu=1)
 @pytest.mark.parametrize("top_k", [4, 5])
 def test_many_rows_are_read_step_by_step(top_k, monkeypatch, triton_device):
     monkeypatch.setattr(top_k_module, "KEPT", 16)

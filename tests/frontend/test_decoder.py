@@ -37,8 +37,9 @@ def test_each_model_file_gives_the_logits_of_transformers(name: str, tmp_path: P
 
 
 # one of each op and kind of layer
-QUICK = ("lfm2", "bamba", "nemotron_h_latent_stacked", "mamba_biases", "jamba_stacked", "falcon_h1_normed", "zaya",
-         "minimax_text_01", "kimi_linear", "bailing_moe_v3", "olmo_hybrid", "qwen3_5", "qwen4_exp")  # fmt: skip
+QUICK = ("lfm2", "lfm3", "qwen3_next", "bamba", "granitemoehybrid_stacked", "nemotron_h_latent_stacked", "zamba2_biases",
+         "mamba2_biases", "mamba_biases", "falcon_mamba", "jamba_stacked", "falcon_h1_normed", "zaya", "minimax_text_01",
+         "kimi_linear", "bailing_moe_v3", "olmo_hybrid", "qwen3_5", "qwen4_exp")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,14 @@ def test_single_modules_have_formats_of_their_own(tmp_path: Path):
     assert_same_logits(logits(plain, "quant=fp8", f"quant.formats={formats}", "level=1"), logits(rounded, "level=0"))
 
 
+def test_a_pattern_of_formats_leaves_the_head_plain_and_its_name_packs_it(tmp_path: Path):
+    linears, every = LINEARS, (*LINEARS, "lm_head.weight")
+    for names, formats in ((linears, '{"*": "int8"}'), (every, '{"*": "int8", "lm_head": "int8"}')):
+        plain, rounded = save_rounded(tmp_path / str(len(names)), ROUNDED["int8"][1], names)
+        overrides = ("quant=none", f"quant.formats={formats}", "level=1")
+        assert_same_logits(logits(plain, *overrides), logits(rounded, "level=0"))
+
+
 @pytest.mark.parametrize("fmt", ["int4[1, 32]", "int4[1, 16]", "mxfp4"])
 def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tensors(fmt: str):
     weight, group = torch.randn(24, 96, generator=torch.Generator().manual_seed(1)), 16 if "16" in fmt else 32

@@ -161,7 +161,7 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
     """
     model = writer.model
     role = "embedding" if model.tied else "head"
-    weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
+    weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head, by_pattern=False)
     bias = [table_bias(writer, int(weight.type.shape[0]))] if model.head_bias else []
     logits = writer.multiply(hidden, weight, *bias, role=role, layer=None, name="logits")
     logits = writer.scale_channels(logits, "head")

@@ -258,15 +258,18 @@ class Writer:
             for end, n in zip(ends, rows.values(), strict=True)
         ]
 
-    def packed(self, weight: Recipe, role: str, layer: int | None, fmt: str | None = None) -> Recipe:
+    def packed(
+        self, weight: Recipe, role: str, layer: int | None, fmt: str | None = None, by_pattern: bool = True
+    ) -> Recipe:
         """A role's weight as `quant` wants it: packed while it loads, unpacked, or as the checkpoint stores it.
 
         fmt: in place of quant.fmt; plain: none. The module's own, of quant.formats, goes first
+        by_pattern: whether patterns of quant.formats hold for the module, besides its name
         """
         module = module_of(self.name(role, layer))
         own = self.prefix + module  # distinguishes a draft's from the model's
         is_plain = any(matches(each, pattern) for each in {module, own} for pattern in self.quant.plain)
-        fmt = self._own_format(module, own) or fmt or self.quant.fmt
+        fmt = self._own_format(module, own, by_pattern) or fmt or self.quant.fmt
         is_packed = weight.type.fmt is not None
         is_kept = fmt is None or fmt in ("auto", "none", "plain") or is_plain
         if is_packed and (self.quant.fmt != "auto" or not is_kept):  # a GGUF file's is packed anew
@@ -278,9 +281,11 @@ class Writer:
         except FormatError as error:
             raise ConfigError(f"quant: {own}: {error}; or name it in quant.plain") from None
 
-    def _own_format(self, module: str, own: str) -> str | None:
+    def _own_format(self, module: str, own: str, by_pattern: bool) -> str | None:
         """The format that quant.formats has for a module by its name or a pattern; None: it has none."""
         formats = self.quant.formats
+        if not by_pattern:
+            return formats.get(own) or formats.get(module)
         patterns = (fmt for pattern, fmt in formats.items() if matches(module, pattern) or matches(own, pattern))
         return formats.get(own) or formats.get(module) or next(patterns, None)
 

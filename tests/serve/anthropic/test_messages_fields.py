@@ -95,7 +95,7 @@ def has_test(name: str, file: str = "test_messages.py") -> Row:
     """It has a test of its own."""
 
     def check(_: Server) -> None:
-        assert f"def {name}(" in Path(__file__).with_name(file).read_text()
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text()
 
     return check
 
@@ -201,6 +201,14 @@ ROWS: dict[type[Body], dict[str, Row]] = {
         "cache_retention": both(
             lambda server: essence(server, GREEDY | {"cache_retention": {"seconds": 5, "priority": 3}}) and None,
             refuses(GREEDY | {"cache_retention": {"seconds": 0}}, "cache_retention.seconds"),
+        ),
+        "taps": both(
+            has_test("test_responses_and_messages_have_what_they_tap", "../test_tap_fields.py"),
+            refuses(GREEDY | {"taps": {"model.layers.0": "last"}}, "taps"),
+        ),
+        "steer": both(
+            has_test("test_responses_and_messages_have_what_they_tap", "../test_tap_fields.py"),
+            refuses(GREEDY | {"steer": {"calm": 1}}, "steer"),
         ),
         "explain": has_test("test_the_message_that_was_changed_is_named", "test_claude_code_session.py"),
         "service_tier": is_label(

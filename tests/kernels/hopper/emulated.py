@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atom.graph import ops
+
 
 class Value(torch.Tensor):
     """A tensor of a kernel."""
@@ -184,6 +186,7 @@ def _language() -> Any:
         max=torch.amax, min=torch.amin, associative_scan=_scan,
         where=torch.where, join=lambda a, b: torch.stack((a, b), -1), sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
         exp=torch.exp, rsqrt=torch.rsqrt, sigmoid=torch.sigmoid,
+        num_warps=lambda: 4,
         expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
@@ -198,6 +201,12 @@ def _language() -> Any:
 def _garbage(dtype: torch.dtype, shape: list[int]) -> Tensor:
     """What memory holds before it is written: NaN if there is one."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 0x7F, dtype=dtype)
+
+
+def activate_rounded(gate: Value, up: Value, kind: str, limit: float | None, alpha: float | None) -> Value:
+    """`activations.activate_rounded`"""
+    both = torch.cat((gate.flatten(), up.flatten()))[None]
+    return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gate.shape))
 
 
 class WarpGroups:
@@ -298,6 +307,8 @@ def emulate(module: ModuleType, **replaced: Any) -> SimpleNamespace:
         "triton_jit": jit,
         "tl": language,
         "mma_v2": lambda a, b, sums: value(a.float() @ b.float() + sums),
+        "warpgroup_mma": lambda a, b, sums, is_async: value(a.float() @ b.tensor.float() + sums),
+        "warpgroup_mma_wait": lambda _, deps: deps[0],
         "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing),
         "async_load": lambda source, begin, _bar, target: source.copy(begin, target),
         "reinterpret": Memory.reinterpret,

@@ -68,8 +68,8 @@ def _float(bits: Tensor) -> Tensor:
 
 
 def _take_bytes(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
-    both = [each >> shift & 255 for each in (a, b) for shift in (0, 8, 16, 24)]
-    picked = [both[int(selector.flatten()[0]) >> 4 * at & 7] << 8 * at for at in range(4)]
+    both = torch.stack([each >> shift & 255 for each in (a, b) for shift in (0, 8, 16, 24)], -1)
+    picked = [both.gather(-1, (selector >> 4 * at & 7)[..., None])[..., 0] << 8 * at for at in range(4)]
     return sum(picked[1:], picked[0])
 
 
@@ -77,10 +77,14 @@ RUN = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
     "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "shf.l.wrap.b32": lambda a, b, c: b << (c & 31) | a >> (32 - (c & 31)),
     "shf.r.wrap.b32": lambda a, b, c: a >> (c & 31) | b << (32 - (c & 31)),
     "lop3.b32": lambda a, b, c, table: a & b | c,
     "prmt.b32": _take_bytes,
+    "sub.rn.bf16x2": lambda a, b: _bits(_pair(a) - _pair(b)),
     "mul.rn.bf16x2": lambda a, b: _bits(_pair(a) * _pair(b)),
     "fma.rn.bf16x2": lambda a, b, c: _bits(_pair(a) * _pair(b) + _pair(c)),
     "fma.rn.f32": lambda a, b, c: (_float(a) * _float(b) + _float(c)).float().view(torch.int32).long(),

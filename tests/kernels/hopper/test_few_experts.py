@@ -12,7 +12,7 @@ from kernels.compiling import compile_for_hopper
 
 pytest.importorskip("triton")
 
-from kernels.hopper.emulated import Value, emulate, value
+from kernels.hopper.emulated import Value, activate_rounded, emulate, value
 from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw
 
 from atom.graph import PackedWeight, ops
@@ -175,13 +175,11 @@ def emulated():
     """The kernels, without a GPU."""
     shared = emulate(packed_hopper)
 
-    def activate(gates: Value, ups: Value, kind: str, limit: float | None, alpha: float | None) -> Value:
-        both = torch.cat((gates.flatten(), ups.flatten()))[None]
-        return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gates.shape))
-
     loads = {name: getattr(shared, name) for name in ("_load_operands", "_load_scales", "UP_EXPONENT")}
     small = H200._replace(units=1, shared_memory=40 << 10)  # so that a stage is used again
-    return emulate(few_hopper, _unpack=unpack, activate_rounded=activate, find_gpu=lambda device: small, **loads)
+    return emulate(
+        few_hopper, _unpack=unpack, activate_rounded=activate_rounded, find_gpu=lambda device: small, **loads
+    )
 
 
 @pytest.mark.sampled(24)

@@ -91,8 +91,12 @@ def test_a_config_that_lists_no_layers_has_the_pattern_of_transformers(
 ):
     """As MistralLarge4TextConfig.__post_init__ of transformers 5.24 makes it of these fields."""
     shutil.copy(saved[0] / "config.json", tmp_path)
-    mistral_large4.edit_text(tmp_path, ("indexer_types", "no_rope_layers", "kv_source_layers"), **fields)
+    mistral_large4.edit_text(
+        tmp_path, ("indexer_types", "no_rope_layers", "kv_source_layers", "rope_parameters"), **fields
+    )
     model = load([f"checkpoint={tmp_path}"]).model
+    rope = model.attention.rope
+    assert (rope.kind, rope.factor, rope.original_max_position, rope.attention_factor) == ("yarn", 2048, 512, 1)
     assert [layer for layer in range(7) if model.attention.has_index(layer)] == full
     assert [layer for layer in range(7) if model.attention.has_rope(layer)] == roped
     assert [model.kv_layer(layer) for layer in range(7)] == [*range(7)]

@@ -131,6 +131,8 @@ def check_shared_keys(model: ModelConfig, attention: AttentionConfig, at: str) -
     """Check that layers which read the KV of another one rotate queries as that one does keys."""
     for layer in layers_of_attention(model, at):
         source = model.kv_layer(layer)
+        if source != layer and attention.dense_rope and not attention.full_rope:
+            raise UnsupportedError(f"{at}.dense_rope=true is not supported with layers that read the KV of others")
         if attention.has_rope(model.layer_like(layer)) != attention.has_rope(model.layer_like(source)):
             raise ConfigError(f"{at}: layer {layer} reads the KV of layer {source}, and only one of them has a rope")
 

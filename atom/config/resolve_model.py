@@ -335,8 +335,7 @@ def check_kv_layers(model: ModelConfig) -> None:
         kind, shared = model.layer_type(layer), model.kv_layer(layer)
         if shared == layer:
             raise ConfigError(f"{at}: no layer of type {kind} before it keeps KV for layer {layer}; set more")
-        blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
-        if not any(block.kind != "mqa" and block.cca_taps is None for block in blocks):
+        if not shares_kv(model, layer):
             raise UnsupportedError(f"{at}: layer {layer} has no attention of kind gqa, without cca_taps, or mla")
 
 
@@ -350,13 +349,18 @@ def check_listed_kv(model: ModelConfig, listed: Sequence[int]) -> None:
         given = f"{at}: layer {layer} reads the KV of layer {source}"
         if not 0 <= source <= layer or listed[source] != source:
             raise ConfigError(f"{given}, which is no earlier layer with KV of its own")
-        blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
         if source == layer:
             continue
         if model.layer_type(layer) != model.layer_type(source):
             raise ConfigError(f"{given}, which is of another type")
-        if not blocks or any(each.kind == "mqa" or each.cca_taps is not None for each in blocks):
+        if not shares_kv(model, layer):
             raise UnsupportedError(f"{given}; its attention is not of kind gqa, without cca_taps, or mla")
+
+
+def shares_kv(model: ModelConfig, layer: int) -> bool:
+    """Whether all attentions of a layer, of which it has one, can read what another layer keeps."""
+    blocks = [each for name in model.branches_of(layer) if (each := block_named(model, name)) is not None]
+    return bool(blocks) and all(block.kind != "mqa" and block.cca_taps is None for block in blocks)
 
 
 def block_named(model: ModelConfig, name: str) -> AttentionConfig | None:

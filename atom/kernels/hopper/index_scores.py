@@ -130,10 +130,8 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
 
 
 def score_queries(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, scores: Tensor) -> None:
-    if weights is not None and suits(q, cache, rows):
-        score_prompts(q, weights, cache, rows, scores)
-    else:
-        index_scores.score_queries(q, weights, cache, rows, scores)
+    assert weights is not None, "only runs are chosen without weights of heads"
+    (score_prompts if suits(q, cache, rows) else index_scores.score_queries)(q, weights, cache, rows, scores)
 
 
 def suits(q: Tensor, cache: Tensor, rows: Rows) -> bool:

@@ -4,9 +4,9 @@
     score_queries(q, weights, cache.blocks, rows, scores)   # fp32[R, positions]
 
 A query's score of a key is the sum over index heads of weight * relu(q . k). A key is of a token, or of a run of tokens
-that has ended. Keys are the rows of a matmul and the
-heads of some queries its columns, so that a sum over heads stays within a thread and its neighbours. A program has
-some queries of one sequence and a part of its keys. Scores of keys after a query mean nothing.
+that has ended. Keys are the rows of a matmul and the heads of some queries its columns, so that a sum over heads stays
+within a thread and its neighbours. A program has some queries of one sequence and a part of its keys. Scores of keys
+after a query mean nothing.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def score_queries(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, 
         programs = PROMPT_PROGRAMS * gpu.units
     num_splits = count_splits(num_tiles, programs, rows, cache.shape[1])
     scales = view_scales(cache)
+    weight_stride = 0 if weights is None else weights.stride(0)
     _score_kernel[(num_tiles, num_splits)](
         q, weights, cache, scales, rows.table, rows.starts, rows.lengths, scores, len(rows.lengths), rows.first, num,
-        num_splits, rows.table.stride(0), q.stride(0), q.stride(1), 0 if weights is None else weights.stride(0),
-        scores.stride(0),
+        num_splits, rows.table.stride(0), q.stride(0), q.stride(1), weight_stride, scores.stride(0),
         HEADS=heads, DIM=dim, ENTRY=cache.shape[2], BLOCK_SIZE=cache.shape[1], QUERIES=rows.queries, EVERY=rows.every,
         BLOCK_S=rows.bucket, BLOCK_Q=tiles.queries, BLOCK_H=block_h, BLOCK_N=tiles.positions, BLOCK_D=block_d,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,

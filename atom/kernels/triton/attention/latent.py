@@ -221,22 +221,26 @@ def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums of entries [N, T, L], or of parts of contexts fp32[splits, N, T, L], and the log2 of what each weighs."""
+    """Sums of entries [A, B, L], or of parts of contexts fp32[splits, A, B, L], and the log2 of what each weighs.
+
+    A and B are heads and tokens, in either order.
+    """
 
     parts: Tensor
-    weights: Tensor | None  # fp32[splits, N, T]
+    weights: Tensor | None  # fp32[splits, A, B]
 
 
 def merge_sums(sums: Sums, dtype: torch.dtype) -> Tensor:
-    """The sums [N, T, L] of all parts."""
+    """The sums [A, B, L] of all parts."""
     if sums.weights is None:
         return sums.parts
-    (num_splits, heads, tokens, rank), gpu = sums.parts.shape, find_gpu(sums.parts.device)
-    merged = torch.empty(heads, tokens, rank, dtype=dtype, device=sums.parts.device)
+    (num_splits, *outer, rank), gpu = sums.parts.shape, find_gpu(sums.parts.device)
+    num_rows = math.prod(outer)
+    merged = torch.empty(*outer, rank, dtype=dtype, device=sums.parts.device)
     block_s = min(16, next_power_of_2(num_splits))
     block_r, block_l = max(1, 8 // block_s), min(512, next_power_of_2(rank))
-    _merge_kernel[(-(-heads * tokens // block_r), -(-rank // block_l))](
-        *sums, merged, heads * tokens, num_splits, RANK=rank, BLOCK_R=block_r, BLOCK_L=block_l, BLOCK_S=block_s,
+    _merge_kernel[(-(-num_rows // block_r), -(-rank // block_l))](
+        *sums, merged, num_rows, num_splits, RANK=rank, BLOCK_R=block_r, BLOCK_L=block_l, BLOCK_S=block_s,
         num_warps=4, **gpu.options,
     )  # fmt: skip
     return merged

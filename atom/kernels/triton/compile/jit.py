@@ -96,6 +96,9 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
         return kernel
 
 
+CALL = interpreter.InterpretedFunction.__call__  # Triton's own
+
+
 class InterpretedFunction(interpreter.InterpretedFunction):  # type: ignore[misc]
     """A kernel, or a function that kernels call, under TRITON_INTERPRET=1."""
 
@@ -111,19 +114,19 @@ class InterpretedFunction(interpreter.InterpretedFunction):  # type: ignore[misc
 @contextmanager
 def patching_once() -> Iterator[None]:
     """In a launch, let tl.sum and the like patch triton.language at a module's first call; Triton does at each."""
-    patched, call = set[int](), interpreter.InterpretedFunction.__call__
+    patched = set[int]()
 
     def call_patched(function: Any, *args: Any, **options: Any) -> Any:
         if (module := id(function.fn.__globals__)) in patched:
             return function.rewrite()(*args, **options)
         patched.add(module)
-        return call(function, *args, **options)
+        return CALL(function, *args, **options)
 
     interpreter.InterpretedFunction.__call__ = call_patched
     try:
         yield
     finally:
-        interpreter.InterpretedFunction.__call__ = call
+        interpreter.InterpretedFunction.__call__ = CALL
 
 
 def has_hooks() -> bool:

@@ -157,7 +157,7 @@ def multiply_heads(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -
     (out, inner, *parts), tokens = weight.shape, len(x)
     y, x = x.new_empty(tokens, heads, out // heads), x.view(tokens, *parts, heads, inner)
     if parts:  # in the order of the weight's columns, which are more than these
-        x = x.permute(0, 2, 3, 1).reshape(tokens, heads, -1)
+        x = x.permute(0, 2, 3, 1).reshape(tokens, heads, inner * parts[0])
     factors = x.transpose(0, 1), weight.reshape(heads, out // heads, -1).mT
     if bias is None:
         torch.bmm(*factors, out=y.transpose(0, 1))

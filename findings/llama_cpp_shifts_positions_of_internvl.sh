@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama.cpp of xllamacpp 2026.10.11549 joins InternVL's class token after the patches, but its files have the position of
 # that token first, as OpenGVLab's code and transformers read it: each patch gets the position of the one before it.
-# Seen: without blocks, in which patches would see the class token, another first position changes the answer's
-# probabilities, another last one, that of the last patch, does not.
+# Seen: with a block whose scales are 0, so that no patch sees the class token, another first position changes the
+# answer's probabilities, another last one, that of the last patch, does not.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

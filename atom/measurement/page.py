@@ -33,7 +33,7 @@ h1 {{ font-size: 1.5rem; overflow-wrap: break-word }} h2 {{ font-size: 1.15rem; 
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }}
 th:first-child, td:first-child {{ text-align: left }}
-.left :is(th, td) {{ text-align: left }}
+.table:not(.left) td {{ white-space: nowrap }} .left :is(th, td) {{ text-align: left }}
 .table, pre, .plot {{ overflow-x: auto; font-size: 13px }}
 pre {{ margin: .3rem 0 1rem; padding: .6rem .8rem; background: var(--tint); border: 1px solid var(--line);
   border-radius: 6px }}

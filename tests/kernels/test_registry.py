@@ -66,6 +66,7 @@ def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_
         ops.lora: {"sizes": [64]},
         ops.expand_lora: {"sizes": [64]},
         ops.experts: {"kind": "silu"},
+        ops.linear_by_head: {"heads": 2},
     }.get(op, {})
     assert [kernel.accepts(target, *types, **more) for target in GPUS] == [None, None]
     assert kernel.accepts(Target("cpu"), *types, **more) == "runs on cuda, not on cpu"

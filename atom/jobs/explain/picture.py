@@ -9,6 +9,7 @@ import html
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from string import ascii_uppercase
 from typing import NamedTuple
@@ -81,6 +82,7 @@ def draw_model(graph: Graph) -> str:
     """Draw a rank's graph after the passes: its layers in order, where bytes and operations are, and every part."""
     entries = divide_sizes(graph)
     kinds, whole, colors = group_layers(graph, entries), add(entries), choose_colors(entries)
+    draw = partial(draw_card, whole=whole, colors=colors, differ=len({entry.fmt for entry in entries} - {""}) > 1)
     drawn = [page.paragraph(describe_model(kinds, whole))]
     for (section, stack), each in groupby(enumerate(kinds), key=lambda kind: (kind[1].section, kind[1].stack)):
         drawn.append(draw_layers(section, stack, dict(each)))
@@ -88,14 +90,14 @@ def draw_model(graph: Graph) -> str:
     cards = []
     for at, kind in enumerate(kinds):
         title = f"<b>{letter(at)}</b>{html.escape(title_of(kind))}"
-        cards.append(draw_card(title, describe_layers(kind), kind.entries, len(kind.layers), whole, colors))
+        cards.append(draw(title, describe_layers(kind), kind.entries, len(kind.layers)))
     ends: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         if not entry.place.stack:
             ends[entry.place.section].append(entry)
     for section, own in ends.items():
         title = f"{section}, in no layer" if section else "before and after the layers"
-        cards.append(draw_card(html.escape(title), "", own, 1, whole, colors))
+        cards.append(draw(html.escape(title), "", own, 1))
     return "\n".join([*drawn, f'<div class="cards">{"".join(cards)}</div>'])
 
 
@@ -232,7 +234,14 @@ def draw_key(colors: Mapping[str, int]) -> str:
 
 
 def draw_card(
-    title: str, about: str, entries: Sequence[Entry], times: int, whole: Sum, colors: Mapping[str, int]
+    title: str,
+    about: str,
+    entries: Sequence[Entry],
+    times: int,
+    whole: Sum,
+    colors: Mapping[str, int],
+    *,
+    differ: bool,
 ) -> str:
     """The parts of layers that are alike, with the bytes of one layer and the shares of a step that all of them have.
 
@@ -245,7 +254,6 @@ def draw_card(
     head = ("module, and the call that reads it", "bytes of each" if times > 1 else "bytes", "decode", "prompt")
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     cells = f"<colgroup>{'<col>' * len(head)}</colgroup><thead><tr>{columns}</tr></thead>"
-    differ = len({entry.fmt for entry in entries} - {""}) > 1
     bodies = "".join(draw_part(part, rows, times, whole, colors, differ=differ) for part, rows in parts.items())
     text = page.paragraph(about) if about else ""
     return f'<section class="card"><h3>{title}</h3>{text}<table>{cells}{bodies}</table></section>'

@@ -98,7 +98,7 @@ def explain_figures(plan: Plan, gpu: GPUConfig, config: Config) -> Iterator[str]
     yield (
         f"Memory is that of a rank, of stages from the least to the most. Of a GPU's {gpu.memory / 2**30:,.1f} GiB "
         f"{config.serve.gpu_memory_utilization:.0%} count; what weights leave is for KV and what a step needs, which "
-        "is not known. A sequence is one of the context; sequences are those of all GPUs."
+        "is not known. A sequence has as many tokens as the context; sequences are those of all GPUs."
     )
     cost = "" if job.price_per_hour is None else f", at {job.price_per_hour:g} an hour of a GPU"
     yield (

@@ -21,7 +21,7 @@ from atom.kernels.hopper.gluon import barrier, jit
 from atom.kernels.triton.attention import index_scores
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.attention.rows import Rows
-from atom.kernels.triton.attention.top_k import paged_index_topk as choose
+from atom.kernels.triton.attention.top_k import choose_by
 from atom.kernels.triton.gpu import find_gpu
 
 KEYS = gl.constexpr(128)  # of a tile
@@ -126,7 +126,7 @@ def paged_index_topk(q: Tensor, weights: Tensor, cache: PagedCache, batch: Batch
                      every: int = 1) -> Tensor:  # fmt: skip
     """As that of triton/attention/top_k.py, of single tokens."""
     assert every == 1, "runs are chosen elsewhere"
-    return choose(q, weights, cache, batch, top_k=top_k, score=score_queries)
+    return choose_by(score_queries, q, weights, cache, batch, top_k)
 
 
 def score_queries(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, scores: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from atom.runtime.requests.taps import read_steer, read_taps
+from atom.runtime.requests.taps import Registered, read_steer, read_taps
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, ThinkingShown, content_blocks
@@ -81,6 +81,10 @@ class MessageResponder(Responder):
         user = self._body.metadata.user_id if self._body.metadata else None
         field = "tools" if self._format is None else "output_config.format.schema"
         asked: dict[str, Any] = {"taps": read_taps(self._body.taps), "steer": read_steer(self._body.steer)}
+        passes = self.context.config.passes
+        known = Registered(passes.taps, list(passes.steer or ()))
+        known.open(asked["taps"])  # a stream's head is sent ahead of the engine's refusal
+        known.scales_of(asked["steer"])
         options = RequestOptions(retained=retained, images=conversation.images, **asked)
         budget = "thinking.budget_tokens"
         return EngineRequest(

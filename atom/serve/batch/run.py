@@ -41,6 +41,7 @@ from atom.serve.server import END_SECONDS, POLL_SECONDS, TICK_SECONDS, find_loop
 
 MIN_INFLIGHT = 1024  # lines, so that a scheduler has a choice
 PREPARE_SECONDS = 3600.0  # of a line: hundreds wait for a thread at a time
+TOO_MANY, RETRY_SECONDS = 429, 1.0
 UNAVAILABLE = 503  # the engine has died, or loads
 MAX_SENDS = 2  # of a line whose engine dies, as it may be the cause
 
@@ -176,12 +177,16 @@ class Batch:
             task.advance(1)
 
     async def _answer(self, request: BatchRequest) -> Response:
-        for _ in range(MAX_SENDS):
+        num_sends = 0
+        while True:
             await self._wait_for_engine()
             response = await post(self._app, request.url, request.body)
-            if response.status != UNAVAILABLE:
-                break
-        return response
+            if response.status == TOO_MANY:  # other lines tap as many hidden states as may run: until some end
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            num_sends += 1
+            if response.status != UNAVAILABLE or num_sends == MAX_SENDS:
+                return response
 
     async def _wait_for_engine(self) -> None:
         """Wait until an engine serves. If all are dead, that is for ever: `run` ends."""

@@ -380,7 +380,7 @@ class Responder(ABC):
             return await active.write(lambda: json_response(self.response_body(kept, usage)))
 
     def _hold_taps(self, submission: EngineRequest, tenant: Tenant, left: ExitStack) -> None:
-        """Count what the request taps until it has left. FieldError, LimitError if that is too much."""
+        """Count what the request taps until its answer is made. FieldError, LimitError if that is too much."""
         context, taps = self.context, submission.options.taps
         size = tapped_bytes(taps, submission.prompts, submission.params, context.config.model.hidden)
         try:

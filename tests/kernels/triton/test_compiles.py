@@ -134,7 +134,7 @@ for heads in (8, 64):
     compressed.paged_mqa_attention(q, kept, runs, bf16(heads), None, entries, chosen, scale=0.1, window=128, every=4)
     compressed.paged_mqa_attention(q, kept, runs, bf16(heads), scale=0.1, window=128)
 keys = PagedCache(bf16(4, 4, 128), "every_4")
-compressed.paged_index_topk(bf16(9, 64, 128), bf16(9, 64), keys, runs, top_k=4, every=4)
+top_k.paged_index_topk(bf16(9, 64, 128), bf16(9, 64), keys, runs, top_k=4, every=4)
 q = bf16(9, 8, 128)
 in_slots = batch._replace(slots=starts[:4])
 causal_conv.batched_causal_conv(bf16(9, 1024), bf16(5, 4, 3, 1024), in_slots, bf16(1024, 4), bf16(1024), kind="silu")

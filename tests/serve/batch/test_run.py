@@ -20,8 +20,9 @@ from serving import STUB
 
 from atom.config.load import load
 from atom.errors import CapacityError, EngineDeadError
+from atom.serve.batch import run as batch_run
 from atom.serve.batch.lines import BatchFault, BatchRequest, read_lines
-from atom.serve.batch.results import Results, keep_answered
+from atom.serve.batch.results import Response, Results, keep_answered
 from atom.serve.batch.run import Batch
 
 
@@ -114,6 +115,21 @@ def test_the_lines_of_an_engine_that_dies_are_not_written(talker: Path, tmp_path
     with pytest.raises(EngineDeadError, match="the engine's process has ended"):
         run(*lines, request("poison", prompt=[EXITS], max_tokens=5), request("c", prompt="Hi"))
     assert run.results.keys() == {"b"}, "the next run answers the others"
+
+
+def test_a_line_for_which_there_is_no_room_yet_is_sent_again(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    post, sent = batch_run.post, list[str]()
+
+    async def refuse_at_first(app: Any, path: str, body: bytes) -> Response:
+        sent.append(json.loads(body)["prompt"])
+        return Response(429, "req-1", b"{}") if sent.count("Wait") in (1, 2, 3) else await post(app, path, body)
+
+    monkeypatch.setattr(batch_run, "post", refuse_at_first)
+    monkeypatch.setattr(batch_run, "RETRY_SECONDS", 0.01)
+    assert Run(talker, tmp_path, {})(request("a", prompt="Wait", max_tokens=1)) == 0
+    assert sent == ["Wait"] * 4
 
 
 def test_the_lines_of_an_engine_that_dies_are_sent_to_another(

@@ -36,12 +36,19 @@ SIGN, LARGEST = tl.constexpr(0x80000000), tl.constexpr(0xFFFFFFFF)
 
 
 def paged_index_topk(q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, *, top_k: int,
-                     every: int = 1, score: Score = score_queries) -> Tensor:  # fmt: skip
+                     every: int = 1) -> Tensor:  # fmt: skip
     """q [T, M, D], weights [T, M], None: 1, cache [blocks, entries of a block, E] -> i32[T, 1, k]; all -1 of a token of
     no sequence
 
     every: tokens that have an entry together
     """
+    return choose_by(score_queries, q, weights, cache, batch, top_k, every)
+
+
+def choose_by(
+    score: Score, q: Tensor, weights: Tensor | None, cache: PagedCache, batch: Batch, top_k: int, every: int = 1
+) -> Tensor:
+    """`paged_index_topk` by scores of another kernel."""
     selected = torch.empty(len(q), 1, top_k, dtype=torch.int32, device=q.device)
     row_bytes = 4 * batch.tables[cache.kind].shape[1] * cache.blocks.shape[1]
     for rows, own in split_rows(cache.kind, batch, len(q), SCRATCH_BYTES // max(1, row_bytes), every):

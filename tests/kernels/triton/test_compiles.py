@@ -22,7 +22,7 @@ from atom.kernels.triton.attention import decode
 from atom.kernels.triton.step import prepare_inputs
 from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
 from atom.kernels.triton.linear import kquant_gemv
-from atom.kernels.triton.attention import compressed, prefill
+from atom.kernels.triton.attention import compressed, index_scores, latent, prefill, top_k
 from atom.kernels.triton.attention import residuals, rope, segments, shared_prefix
 from atom.kernels.triton.recurrent import causal_conv, chunks, delta_net, gated_delta, ssd
 from atom.graph import Batch, PackedWeight, PagedCache, Type
@@ -61,7 +61,8 @@ class Compile:
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
                row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv, causal_conv,
-               chunks, compressed, delta_net, gated_delta, ssd, segments, shared_prefix, residuals, streams):
+               chunks, compressed, delta_net, gated_delta, index_scores, latent, ssd, segments, shared_prefix, residuals,
+               streams, top_k):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -202,7 +203,10 @@ for fmt, rows in itertools.product(formats, (14, 200, 1000)):
 """
 NAMES = {
     "decode": "_decode",
-    "compressed": "_pool_runs _attend_both _score_runs",
+    "compressed": "_pool_runs _attend_kernel",
+    "latent": "_merge_kernel",
+    "index_scores": "_score_kernel",
+    "top_k": "_select_kernel _stream_kernel",
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",

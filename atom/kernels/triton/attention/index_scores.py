@@ -38,7 +38,7 @@ class ScoreTiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: Rows, heads: int, element_size: int) -> ScoreTiles:
+def choose_tiles(rows: Rows, heads: int, element_size: int, shared_memory: int) -> ScoreTiles:
     """heads: padded ones, of which a tile has 64 to 128 columns."""
     if element_size == 4:
         return ScoreTiles(1, 32, 4, 1)
@@ -46,7 +46,8 @@ def choose_tiles(rows: Rows, heads: int, element_size: int) -> ScoreTiles:
     if rows.queries:
         queries = min(queries, next_power_of_2(rows.queries))
     # programs share a multiprocessor, so that one multiplies while another sums
-    return ScoreTiles(queries, 64 if queries * heads >= 128 else 128, 4, 3)
+    stages = 3 if shared_memory >= 99 << 10 else 1
+    return ScoreTiles(queries, 64 if queries * heads >= 128 else 128, 4, stages)
 
 
 def count_splits(num_tiles: int, programs: int, rows: Rows, block_size: int) -> int:
@@ -82,7 +83,7 @@ def score_queries(q: Tensor, weights: Tensor | None, cache: Tensor, rows: Rows, 
     assert q.stride(2) == scores.stride(1) == 1 and cache.is_contiguous(), "rows have gaps"
     assert weights is None or weights.stride(1) == 1, "rows have gaps"
     block_h, block_d = (max(16, next_power_of_2(size)) for size in (heads, dim))
-    tiles = choose_tiles(rows, block_h, q.element_size())
+    tiles = choose_tiles(rows, block_h, q.element_size(), gpu.shared_memory)
     if rows.starts is None:
         num_tiles = len(rows.lengths) * -(-rows.queries // tiles.queries)
         programs = DECODE_PROGRAMS * gpu.units

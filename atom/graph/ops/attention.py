@@ -371,7 +371,8 @@ def queried(batch: Batch) -> Iterator[tuple[int, slice]]:
 
     A row that pads a step, as one of a group with fewer sequences than others, has tokens but no length.
     """
-    rows = zip(itertools.pairwise(batch.starts.tolist()), batch.lengths.tolist(), strict=True)
+    lengths = batch.lengths.tolist()  # of slots, which may be more than rows
+    rows = zip(itertools.pairwise(batch.starts.tolist()), lengths, strict=False)
     for row, ((first, last), length) in enumerate(rows):
         if first < last and length:
             yield row, slice(first, last)

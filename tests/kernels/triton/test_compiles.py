@@ -206,7 +206,7 @@ NAMES = {
     "compressed": "_pool_runs _attend_kernel",
     "latent": "_merge_kernel",
     "index_scores": "_score_kernel",
-    "top_k": "_select_kernel _stream_kernel",
+    "top_k": "_select_kernel",
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny
+from greedy import GREEDY, assert_all_greedy
 from probe import assert_logits
 from transformers import DeepseekV4Config
 
@@ -29,14 +30,8 @@ pytestmark = pytest.mark.early
 
 NAME = "deepseek_v4"
 CONFIG = Path(__file__).parent / "configs" / "deepseek_v4_flash.json"
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 Open = Callable[..., LLMEngine]
-
-
-def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +45,14 @@ def test_chunks_of_mixed_lengths_change_nothing(block_size: int, chunk: int, ope
     engine, model = open_engine(NAME, block_size=block_size, max_num_batched_tokens=chunk), references(NAME)
     assert_logits(engine, tiny.prompt(75), model)
     prompts = [tiny.prompt(length, seed=length) for length in (1, 3, 4, 31, 32, 50)]
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, model)
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, model)
     assert engine.metrics.scheduler.num_chunks > 0
 
 
 def test_64_greedy_tokens_cross_the_borders_of_runs_and_blocks(open_engine: Open, references: Any):
     prompt = tiny.prompt(29)
     answers = open_engine(NAME).generate([prompt], replace(GREEDY, max_tokens=64))
-    assert_greedy(answers, [prompt], references(NAME))
+    assert_all_greedy(answers, [prompt], references(NAME))
 
 
 @pytest.mark.parametrize("num_common", [48, 66, pytest.param(87, marks=pytest.mark.slow)])
@@ -67,14 +62,14 @@ def test_a_hit_may_end_amid_a_run(num_common: int, open_engine: Open, references
     first = tiny.prompt(100)
     engine.generate([first], GREEDY)
     prompts = [[*first[:num_common], *tiny.prompt(length, seed=length)] for length in (9, 40)]
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, model)
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, model)
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 2 * (num_common // 8 * 8)
 
 
 def test_many_preemptions_change_nothing(open_engine: Open, references: Any):
     engine = open_engine(NAME, num_kvcache_blocks=22, block_size=4, max_model_len=76, max_num_batched_tokens=16)
     prompts = [tiny.prompt(length, seed=length) for length in (20, 37, 30, 44)]
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(NAME))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(NAME))
     assert engine.metrics.scheduler.num_preemptions > 1
 
 

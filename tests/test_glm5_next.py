@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import glm5_next
 import pytest
 import tiny
+from greedy import assert_greedy, opened
 from law import assert_same_logits
 from passes.test_shard import logits_of_ranks
 from probe import assert_logits
@@ -19,17 +18,15 @@ from semantic import assert_same_as_transformers
 from test_fp8_kv import assert_same
 from thread_ranks import ThreadRanks, thread_ranks
 
-from atom import LLMEngine, SamplingParams
 from atom.assemble.kv_blocks import state_kinds
 from atom.compiler import semantic_graph
 from atom.config.load import load
 from atom.errors import AtomError
 from atom.graph import Mesh
 
-__all__ = ["thread_ranks"]
+__all__ = ["opened", "thread_ranks"]
 
 CONFIG = Path(__file__).parent / "configs" / "glm_5_3_flash.json"
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 Saved = tuple[Path, Any]
 
 
@@ -37,26 +34,6 @@ Saved = tuple[Path, Any]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("glm5_next")
     return folder, glm5_next.save(folder)
-
-
-@pytest.fixture
-def opened(saved: Saved) -> Iterator[Any]:
-    engines: list[LLMEngine] = []
-
-    def open(folder: Path = saved[0], **fields: Any) -> LLMEngine:
-        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        engines.append(LLMEngine(model=str(folder), **{"dtype": "fp32", "level": 1, **pool, **fields}))
-        return engines[-1]
-
-    yield open
-    for engine in engines:
-        engine.close()
-
-
-def assert_greedy(engine: LLMEngine, prompts: list[list[int]], model: Any, num: int = 24) -> None:
-    answers = engine.generate(prompts, replace(GREEDY, max_tokens=num))
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize(

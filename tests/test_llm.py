@@ -20,6 +20,7 @@ import serving
 import tiny
 import torch
 import transformers
+from greedy import GREEDY, assert_all_greedy
 from law import relative_error
 from parting import naming_line
 from probe import assert_logits, logits_of
@@ -31,7 +32,6 @@ from atom.runtime.types import RequestOutput
 
 pytestmark = pytest.mark.early
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=64)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
 EVENTFUL_AT = [("llama", 0), ("qwen3_window", 0), *((name, 1) for name in EVENTFUL)]
@@ -43,11 +43,6 @@ SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of l
 FP16 = {0: ["qwen3"], 1: ["deepseek_v3", "gemma2", "gpt_oss", "qwen3", "starcoder2"]}  # by level, the others are slow
 
 Open = Callable[..., LLMEngine]
-
-
-def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.sampled(36)
@@ -66,7 +61,7 @@ def test_logits_at_every_position_and_24_greedy_tokens(name: str, level: int, op
     assert engine.metrics.scheduler.num_chunks > 0
     prompt = tiny.prompt(40, seed=1)
     with naming_line(engine.config, model, prompt):
-        assert_greedy(engine.generate([prompt], GREEDY), [prompt], model)
+        assert_all_greedy(engine.generate([prompt], GREEDY), [prompt], model)
 
 
 def test_the_tokens_are_those_that_transformers_generates(open_engine: Open, references: Any):
@@ -107,7 +102,7 @@ def test_bad_words_and_allowed_tokens_are_those_of_transformers(tmp_path: Path):
 def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (1, 15, 16, 17, 2, 48, 33)]
     engine = open_engine(name, level=level)
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     assert engine.metrics.scheduler.num_steps < 2 * GREEDY.max_tokens, "they ran together"
 
 
@@ -116,7 +111,7 @@ def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int,
 def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (3, 61, 20, 50)]
     engine = open_engine(name, level=level, max_num_batched_tokens=7, block_size=3)
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     assert engine.metrics.scheduler.num_chunks > 10
 
 
@@ -127,7 +122,7 @@ def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, re
     shared = tiny.prompt(37)
     prompts = [shared, shared + tiny.prompt(9, seed=1), shared[:20] + tiny.prompt(30, seed=2), shared]
     for prompt in prompts:
-        assert_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
+        assert_all_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 36 + 20 + 36
 
 
@@ -155,7 +150,7 @@ def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: 
     first = tiny.prompt(10)
     (answer,) = engine.generate([first], LONG)
     second = first + answer["token_ids"] + tiny.prompt(5, seed=3)
-    assert_greedy(engine.generate([second], GREEDY), [second], references("llama"))
+    assert_all_greedy(engine.generate([second], GREEDY), [second], references("llama"))
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 72, "blocks that decoding filled were found"
 
 
@@ -163,7 +158,7 @@ def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references
     engine = open_engine("llama", block_size=4)
     prompt, other = tiny.prompt(37), tiny.prompt(22, seed=1)
     expected = engine.generate([prompt], GREEDY)
-    assert_greedy(expected, [prompt], references("llama"))
+    assert_all_greedy(expected, [prompt], references("llama"))
     assert engine.reset_prefix_cache() is True
     ids = engine.add_request([prompt, other], GREEDY)
     ended = [each for _ in range(4) for each in engine.step()]
@@ -175,7 +170,7 @@ def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references
     answers = {sequence.request_id: sequence.output for sequence in ended}
     assert engine.metrics.scheduler.num_preemptions == 2
     assert answers[ids[0]] == expected[0]["token_ids"]
-    assert_greedy([{"token_ids": answers[ids[1]]}], [other], references("llama"))
+    assert_all_greedy([{"token_ids": answers[ids[1]]}], [other], references("llama"))
 
 
 @pytest.mark.sampled(12)
@@ -183,7 +178,7 @@ def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
     engine = open_engine(name, level=level, num_kvcache_blocks=27, block_size=4, max_model_len=106)
-    assert_greedy(engine.generate(prompts, LONG), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, LONG), prompts, references(name))
     if "window" not in name:
         assert engine.metrics.scheduler.num_preemptions > 0
 
@@ -204,7 +199,7 @@ def test_all_of_these_together_change_nothing(name: str, level: int, open_engine
     shared = tiny.prompt(30)
     prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
     for batch in (prompts, prompts[::-1]):
-        assert_greedy(engine.generate(batch, GREEDY), batch, references(name))
+        assert_all_greedy(engine.generate(batch, GREEDY), batch, references(name))
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0
     assert metrics.num_prefix_hit_tokens > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ import pytest
 import tiny
 import torch
 from frontend.test_sparse_attention import hidden_of
+from greedy import assert_greedy, opened
 from law import assert_same_logits
 from passes.test_shard import logits_of_ranks
 from probe import assert_logits
 from safetensors.torch import load_file, save_file
 from semantic import assert_same_as_transformers
 
-from atom import LLMEngine, SamplingParams
 from atom.assemble.kv_blocks import state_kinds
 from atom.compiler import compile_graph, semantic_graph
 from atom.config.load import load
@@ -27,8 +25,9 @@ from atom.errors import AtomError
 from atom.graph import KV, Mesh, ops
 from atom.graph.graph import node_leaves
 
+__all__ = ["opened"]
+
 CONFIG = Path(__file__).parent / "configs" / "mistral_large_4.json"
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 Saved = tuple[Path, Any]
 
 
@@ -36,26 +35,6 @@ Saved = tuple[Path, Any]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("mistral_large4")
     return folder, mistral_large4.save(folder)
-
-
-@pytest.fixture
-def opened(saved: Saved) -> Iterator[Any]:
-    engines: list[LLMEngine] = []
-
-    def open(folder: Path = saved[0], **fields: Any) -> LLMEngine:
-        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        engines.append(LLMEngine(model=str(folder), **{"dtype": "fp32", "level": 1, **pool, **fields}))
-        return engines[-1]
-
-    yield open
-    for engine in engines:
-        engine.close()
-
-
-def assert_greedy(engine: LLMEngine, prompts: list[list[int]], model: Any, num: int = 24) -> None:
-    answers = engine.generate(prompts, replace(GREEDY, max_tokens=num))
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize("as_stacked", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from greedy import GREEDY, assert_all_greedy
 from probe import assert_logits, logits_of
 from test_runner_drafts import TURNS, draft_known, drafting
 from test_speculation import KnownDrafts, tokens_of
@@ -20,7 +21,6 @@ from atom.runtime.draft.speculation import draft_statistics
 pytestmark = pytest.mark.early
 __all__ = ["draft_known", "drafting"]
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=64)
 DRAWN = [GREEDY, replace(GREEDY, temperature=0.9, seed=3), replace(GREEDY, repetition_penalty=1.2), GREEDY]
 NAMES = [*tiny.RECURRENT]
@@ -32,11 +32,6 @@ EVENTFUL = ["lfm2", "qwen3_5", *SLOW]
 LONGEST = [pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5", *SLOW]
 
 Open = Callable[..., LLMEngine]
-
-
-def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, op
     assert_logits(engine, tiny.prompt(100), model)
     assert engine.metrics.scheduler.num_chunks > 0
     prompt = tiny.prompt(40, seed=1)
-    assert_greedy(engine.generate([prompt], LONG), [prompt], model)
+    assert_all_greedy(engine.generate([prompt], LONG), [prompt], model)
 
 
 @pytest.mark.sampled(2)
@@ -61,7 +56,7 @@ def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, op
 def test_chunks_of_mixed_lengths_change_nothing(name: str, chunk: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (1, 3, 15, 16, 17, 2, 61, 33)]
     engine = open_engine(name, max_num_batched_tokens=chunk, block_size=4, enable_prefix_caching=chunk != 7)
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     assert engine.metrics.scheduler.num_chunks > 10 or chunk == 64
 
 
@@ -73,7 +68,7 @@ def test_a_hit_begins_at_a_copy_of_the_state(name: str, open_engine: Open, refer
     hits = []
     for prompt in prompts:
         before = engine.metrics.scheduler.num_prefix_hit_tokens
-        assert_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
+        assert_all_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
         hits.append(engine.metrics.scheduler.num_prefix_hit_tokens - before)
     assert hits == [0, 36, 0, 20], "the KV of the third one matched further than any state, so it left one there"
 
@@ -84,7 +79,7 @@ def test_a_state_that_was_evicted_is_computed_again(name: str, open_engine: Open
     engine = open_engine(name, block_size=4, state_memory=9 * size)  # 8 copies
     prompts = [tiny.prompt(30, seed=seed) for seed in range(5)]
     for batch in (prompts, prompts[::-1]):  # the least recently used ones were evicted
-        assert_greedy(engine.generate(batch, GREEDY), batch, references(name))
+        assert_all_greedy(engine.generate(batch, GREEDY), batch, references(name))
     assert 0 < engine.metrics.scheduler.num_prefix_hit_tokens < 5 * 28
 
 
@@ -95,7 +90,7 @@ def test_many_preemptions_change_nothing(
 ):
     engine = open_engine(name, num_kvcache_blocks=24, block_size=4, max_model_len=94, max_num_seqs=6)
     prompts = [tiny.prompt(9 + seed % 5, seed=seed) for seed in range(num_prompts)]
-    assert_greedy(engine.generate(prompts, LONG), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, LONG), prompts, references(name))
     assert engine.metrics.scheduler.num_preemptions > at_least
 
 
@@ -106,7 +101,7 @@ def test_states_go_to_the_host_and_back(name: str, open_engine: Open, references
     talks = [tiny.prompt(16, seed=seed) for seed in range(8)]
     for turn in range(3):
         answers = engine.generate(talks, replace(GREEDY, max_tokens=6))
-        assert_greedy(answers, talks, references(name))
+        assert_all_greedy(answers, talks, references(name))
         talks = [
             [*talk, *answer["token_ids"], *tiny.prompt(7, seed=turn)]
             for talk, answer in zip(talks, answers, strict=True)
@@ -122,7 +117,7 @@ def test_states_survive_a_restart_in_files(name: str, open_engine: Open, referen
     for number in range(2):
         engine = open_engine(name, kv_cache_dir=str(tmp_path / "kv"), **fields)
         engine._engine.scheduler.cache.costs = None
-        assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+        assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
         stats = engine.metrics.scheduler
         engine.close()
         assert (stats.num_prefix_hit_tokens, stats.num_host_hit_tokens) == (0, 0) or number
@@ -167,11 +162,11 @@ def test_from_the_second_turn_on_nine_tenths_of_a_conversation_are_cached(name: 
 def test_states_are_forgotten_over_a_sleep(name: str, open_engine: Open, references: Any):
     engine = open_engine(name, enable_sleep_mode=True, block_size=4)
     prompts = [tiny.prompt(30), tiny.prompt(17, seed=1)]
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     engine.sleep(level=2)
     engine.wake_up()
     before = engine.metrics.scheduler.num_prefix_hit_tokens
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_all_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     assert engine.metrics.scheduler.num_prefix_hit_tokens == before
 
 
@@ -202,7 +197,7 @@ def test_after_a_step_that_ran_out_of_memory_rows_go_back_to_a_copy(
             num_failed += 1
     assert num_failed == 1 and engine.metrics.scheduler.num_preemptions == 2
     answers = {sequence.request_id: {"token_ids": sequence.output} for sequence in ended}
-    assert_greedy([answers[id] for id in ids], prompts, references(name))
+    assert_all_greedy([answers[id] for id in ids], prompts, references(name))
 
 
 @pytest.mark.parametrize("name", LONGEST)
@@ -227,7 +222,7 @@ def test_a_request_at_fault_ends_and_no_other(
     answers = engine.generate(prompts, GREEDY)
     assert [answer["finish_reason"] for answer in answers] == ["max_tokens"] * 3 + ["error", "max_tokens"]
     others = [number for number in range(5) if number != 3]
-    assert_greedy([answers[number] for number in others], [prompts[number] for number in others], references(name))
+    assert_all_greedy([answers[number] for number in others], [prompts[number] for number in others], references(name))
     assert len(num_failed) <= 3
 
 
@@ -300,7 +295,7 @@ def test_as_many_sequences_run_as_have_room_for_their_state(open_engine: Open, r
     assert engine._engine.scheduler.limits.max_num_seqs == 8
     prompts = [tiny.prompt(9, seed=seed) for seed in range(11)]
     answers = engine.generate(prompts, replace(GREEDY, max_tokens=7))
-    assert_greedy(answers, prompts, references("lfm2"))
+    assert_all_greedy(answers, prompts, references("lfm2"))
 
 
 def state_bytes(engine: LLMEngine) -> int:

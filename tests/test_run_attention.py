@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from greedy import assert_greedy
 from probe import assert_logits
 
-from atom import LLMEngine, SamplingParams
+from atom import LLMEngine
 from atom.assemble.kv_blocks import state_kinds
 from atom.compiler import semantic_graph
 from atom.config.load import load
@@ -25,15 +25,8 @@ pytestmark = pytest.mark.early
 
 NAME = "qwen4_exp"
 CONFIG = Path(__file__).parent / "configs" / "qwen3_8_flash_next.json"
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 Open = Callable[..., LLMEngine]
-
-
-def assert_greedy(engine: LLMEngine, prompts: list[list[int]], model: Any, max_tokens: int = 24) -> None:
-    answers = engine.generate(prompts, replace(GREEDY, max_tokens=max_tokens))
-    for answer, prompt in zip(answers, prompts, strict=True):
-        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize(

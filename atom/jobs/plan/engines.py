@@ -1,7 +1,7 @@
 """Try engines: what each layout holds and gives, in the formats of one `quant`.
 
-    for tried in try_layouts(tasks): …      # Tried(parallel, engines, refusal), in order, by several processes
-    tried.engines[0].runs                   # [Run(replicas=1, requests=32, estimate), …]: of those that hold or keep up
+    tried = try_layouts(tasks, progress)    # Tried(engines, refusal) of each, by several processes
+    tried[0].engines[0].runs                # [Run(replicas=1, requests=32, estimate), …], that hold or keep up
 
 A layout is compiled once: formats that differ in the cache only have the same text but for the dtype of its states. The
 processes are forks of this one, which has no thread and has not opened a GPU.
@@ -10,16 +10,16 @@ processes are forks of this one, which has no thread and has not opened a GPU.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
 from atom.assemble import state_kinds
+from atom.checkpoint import Progress
+from atom.checkpoint.progress import Task as Shown
 from atom.config import GPUConfig
 from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, UnsupportedError
@@ -27,6 +27,7 @@ from atom.graph.recipe_contents import device_bytes
 from atom.jobs.explain.layouts import find_room
 from atom.jobs.plan.candidates import Candidate, Format, compile_candidate
 from atom.jobs.plan.estimate import Estimate, estimate_run
+from atom.jobs.plan.forks import Forks
 from atom.jobs.plan.load import Load
 from atom.jobs.plan.shares import Shares
 from atom.kernels import Target
@@ -67,24 +68,32 @@ class Tried(NamedTuple):
     refusal: str | None = None
 
 
-def try_layouts(tasks: Sequence[Task]) -> Iterator[Tried]:
+def try_layouts(tasks: Sequence[Task], progress: Progress) -> list[Tried]:
     """Try layouts, in as many processes as there are cores."""
     num = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(tasks))
-    if num == 1 or len(tasks) < MIN_TASKS or threading.active_count() > 1:
-        with no_collection():
-            yield from map(try_layout, tasks)
-        return
-    sys.stdout.flush()
+    if num == 0:
+        return []
+    about = f"estimating {len(tasks)} layouts"
     with no_collection():
+        if num == 1 or len(tasks) < MIN_TASKS or threading.active_count() > 1:
+            with progress.task(about, len(tasks), in_bytes=False) as shown:
+                return [_counted(try_layout(task), shown) for task in tasks]
         gc.freeze()
-        with multiprocessing.get_context("fork").Pool(num) as pool:
-            yield from pool.imap(try_layout, tasks)
+        forks = Forks(lambda number: try_layout(tasks[number]), len(tasks), num)
+        with forks, progress.task(about, len(tasks), in_bytes=False) as shown:
+            tried = {number: _counted(each, shown) for number, each in forks}
+    return [tried[number] for number in range(len(tasks))]
+
+
+def _counted(tried: Tried, shown: Shown) -> Tried:
+    shown.advance(1)
+    return tried
 
 
 def try_layout(task: Task) -> Tried:
     first, *others = task.formats
     try:
-        candidate = compile_candidate(first.config, task.parallel, task.target)
+        candidate = compile_candidate(first, task.parallel, task.target)
     except (UnsupportedError, ConfigError) as error:
         return Tried([], str(error))
     engines = [describe_engine(candidate, task)]

@@ -17,6 +17,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from atom.checkpoint import RichProgress
 from atom.config import Config
 from atom.config.load import load_gpu
 from atom.config.overrides import SECRET, write_recipe
@@ -42,7 +43,7 @@ def run(config: Config, *, measures: bool = False) -> int:
     check_fields(config)
     gpu, load = load_gpu(str(config.job.gpu)), read_load(config)
     check_length(load, config)
-    plan = make_plan(config, gpu, load, target_of(config, frozenset(gpu.features)))
+    plan = make_plan(config, gpu, load, target_of(config, frozenset(gpu.features)), RichProgress())
     measured = measure_options(plan.options[:NUM_MEASURED], load, config) if measures else []
     match config.job.output:
         case "json":
@@ -75,7 +76,7 @@ def target_of(config: Config, features: frozenset[str]) -> Target:
 
 
 def describe_plan(plan: Plan, load: Load, config: Config, measured: Sequence[Measured | None]) -> dict[str, Any]:
-    """The object of job.output=json; times are seconds, rates tokens/s."""
+    """The object of job.output=json; times are seconds, rates tokens/s, *_bytes lists: of a rank of each stage."""
     return {
         "gpu": config.job.gpu,
         "gpus": config.job.gpus,
@@ -99,7 +100,7 @@ def describe_option(option: Option, config: Config, measured: Measured | None) -
         "gpus": option.num_gpus,
         "weights_bytes": option.engine.weights_bytes,
         "sequence_bytes": option.engine.sequence_bytes,
-        "room_bytes": option.left_bytes,
+        "left_bytes": option.left_bytes,
         "sequences": option.sequences,
         "requests": option.requests,
         "tokens_per_second": option.tokens_per_second,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from atom.checkpoint import SILENT, Progress
 from atom.config import Config, GPUConfig
 from atom.config.schema import ParallelConfig
 from atom.errors import CapacityError, UnsupportedError
@@ -128,7 +129,7 @@ class Shortage:
         self.gpus = gpus if self.gpus is None else min(self.gpus, gpus)
 
 
-def make_plan(config: Config, gpu: GPUConfig, load: Load, target: Target) -> Plan:
+def make_plan(config: Config, gpu: GPUConfig, load: Load, target: Target, progress: Progress = SILENT) -> Plan:
     """Estimate all layouts and formats. CapacityError that says what would do if none fits or none is as fast."""
     formats, refused = find_formats(config, gpu, load)
     usable = replace(gpu, memory=int(gpu.memory * config.serve.gpu_memory_utilization))
@@ -148,7 +149,7 @@ def make_plan(config: Config, gpu: GPUConfig, load: Load, target: Target) -> Pla
         layouts = engine_layouts(config.job.gpus, min((mlp.experts or 0 for mlp in mixtures), default=0))
         # no rank has less than its part
         others += [Task(each, *task[1:]) for each in layouts if size <= usable.memory * each.num_ranks]
-    for task, result in [*zip(single, tried, strict=True), *zip(others, try_layouts(others), strict=True)]:
+    for task, result in [*zip(single, tried, strict=True), *zip(others, try_layouts(others, progress), strict=True)]:
         add_options(plan, shortage, task, result, config)
     if not plan.tried:
         reason = next(each.refusal for each in tried if each.refusal is not None)

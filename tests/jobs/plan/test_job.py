@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import yaml
 from safetensors.torch import load_file
 
 from atom.cli import main
+from atom.compiler import compile_graph
 from atom.config.load import load, load_gpu, load_settings
+from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, UnsupportedError
+from atom.graph import show
 from atom.jobs.plan import engines, measure
 from atom.jobs.plan.candidates import compile_candidate, engine_layouts, find_formats
 from atom.jobs.plan.engines import Task, try_layout
@@ -204,14 +208,43 @@ def test_a_cache_in_fp8_is_that_of_its_own_text(folder: Path):
     ] and not refused  # fmt: skip
     target = Target("cuda", frozenset())
     for parallel in engine_layouts(2, num_experts=0):
-        derived = compile_candidate(formats[0].config, parallel, target).with_kv(formats[1])
-        own = compile_candidate(formats[1].config, parallel, target)
+        derived = compile_candidate(formats[0], parallel, target).with_kv(formats[1])
+        own = compile_candidate(formats[1], parallel, target)
         assert [graph.states() for graph in derived.graphs] == [graph.states() for graph in own.graphs]
         assert derived.config == own.config
         for ours, theirs in zip(derived.costs, own.costs, strict=True):
             for name, costs in theirs.items():
                 assert 0 <= costs.num_bytes - ours[name].num_bytes <= 8 * LAYERS, "scales of keys and values"
                 assert (ours[name].matmuls, ours[name].attention) == (costs.matmuls, costs.attention)
+
+
+def test_layouts_share_the_semantic_text_and_leave_it_as_it_is(folder: Path):
+    config = load(overrides(folder, "gpu"))
+    (fmt,), _ = find_formats(config, load_gpu(config.job.gpu), read_load(config))
+    target, before = Target("cuda", frozenset()), show(fmt.written)
+    for parallel in [*engine_layouts(2, num_experts=0), ParallelConfig(tensor=2, pipeline=2), ParallelConfig()]:
+        candidate = compile_candidate(fmt, parallel, target)
+        own = replace(fmt.config, parallel=parallel, level=1)
+        apart = [compile_graph(own, target=target, stage=stage) for stage in range(parallel.pipeline)]
+        assert [*map(show, candidate.graphs)] == [*map(show, apart)] and show(fmt.written) == before
+
+
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        ("[fp9]", "job.formats: fp9: there is no such choice; choices: auto, "),
+        ("[none,fp9]", "job.formats: fp9: there is no such choice"),
+        ("[none,budget]", "job.formats: budget is measured when an engine starts, not here; leave it out"),
+    ],
+)
+def test_formats_that_there_are_not(run: Any, formats: str, said: str):
+    code, out, err = run("gpu", f"job.formats={formats}")
+    assert code == 2 and not out and said in err and err.count("\n") == 1
+
+
+def test_layouts_are_counted_while_they_are_estimated(run: Any):
+    code, _, err = run("gpu", "job.gpus=4")
+    assert code == 0 and err.startswith("atom-run: estimating 5 layouts\natom-run: estimating 5 layouts: done in ")
 
 
 def test_layouts_of_a_mixture():

@@ -21,7 +21,7 @@ from atom.assemble.engine import describe_weights
 from atom.checkpoint import SILENT
 from atom.config.checkpoint import open_with_draft
 from atom.config.load import load
-from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from atom.errors import CheckpointError, ConfigError, RequestError
 from atom.runtime.step.cuda_graphs import Graphs
 
 __all__ = ["drafting", "thread_ranks"]
@@ -102,6 +102,36 @@ def test_each_run_of_a_loop_is_a_layer(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(runs) == len(order)
     for name, run in zip(order, runs, strict=True):
         np.testing.assert_allclose(answer["taps"][name], run.numpy(), atol=1e-4 * float(run.abs().max()))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("name", "level"), [
+    ("deepseek_v4", 1), ("gemma3n", 1), ("qwen4_exp", 1), ("hy_v4", 0), pytest.param("hy_v4", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_streams_are_tapped_and_steered_together_and_each(
+    name: str, level: int, open_engine: Open, references: Callable[[str], Any], tmp_path: Path
+):
+    model = references(name)
+    num_streams, hidden = states_of(model, FIRST, PROMPTS[0]).shape[1:]
+    assert num_streams > 1
+    shapes = {"all": (hidden,), "each": (num_streams, hidden)}
+    made = {
+        steer: 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(7)) for steer, shape in shapes.items()
+    }
+    for steer, vector in made.items():
+        save_file({SECOND: vector}, tmp_path / steer)
+    fields = {"passes.taps": [FIRST, SECOND], "passes.steer": {steer: str(tmp_path / steer) for steer in made}}
+    engine = open_engine(name, level=level, max_num_batched_tokens=16, **fields)
+    for taps in ({SECOND: "last", FIRST: "mean"}, {FIRST: "all", SECOND: "all"}):
+        for prompt, answer in zip(PROMPTS, engine.generate(PROMPTS, GREEDY, taps=taps), strict=True):
+            assert_taps(answer, taps, model, prompt)
+    for steer, vector in made.items():
+        with steered(model, {SECOND: vector}, 2.0):
+            for prompt, answer in zip(
+                PROMPTS, engine.generate(PROMPTS, GREEDY, taps={SECOND: "all"}, steer={steer: 2.0}), strict=True
+            ):
+                tiny.assert_greedy(answer, prompt, model)
+                assert_taps(answer, {SECOND: "all"}, model, prompt)
 
 
 def test_a_batch_mixes_requests_of_all_kinds(
@@ -219,6 +249,7 @@ def test_ranks_give_what_the_reference_gives(
         "qwen3_moe", {"parallel.pipeline": 2, "parallel.data": 2}, [LAST, FIRST, SECOND], marks=pytest.mark.slow
     ),
     pytest.param("qwen3_moe", {"parallel.pipeline": 2, "parallel.tensor": 2}, [LAST, FIRST], marks=pytest.mark.slow),
+    pytest.param("deepseek_v4", {"parallel.pipeline": 2, "parallel.tensor": 2}, [LAST, FIRST], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_each_stage_returns_the_states_of_its_layers(
     name: str,
@@ -287,5 +318,3 @@ def test_what_is_not_registered_is_refused_in_one_line(open_engine: Open, vector
     ):
         with pytest.raises(kind, match=message):
             open_engine("llama", **fields)
-    with pytest.raises(UnsupportedError, match="several streams"):
-        open_engine("gemma3n", **{"passes.taps": ["model.layers.1"]})

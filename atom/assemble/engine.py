@@ -135,7 +135,7 @@ def open_engine(
             grammars=model.grammars,
             classifier=read_classifier(config),
             images=of_requests,
-            registered=Registered(config.passes.taps, list(config.passes.steer), config.model.hidden),
+            registered=Registered(config.passes.taps, list(config.passes.steer), config.model.layer_shape),
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")

@@ -1,6 +1,6 @@
 """Steering vectors and hidden states: safetensors files with tensors by the names of layers.
 
-    files = SteeringFiles({"calm": "calm.safetensors"})     # a vector [H] for each layer that it is added to
+    files = SteeringFiles({"calm": "calm.safetensors"}, (576,))     # a vector [H] for each layer that it is added to
     files.read("steer:calm:model.layers.12")
     write_states(Path("0.safetensors"), {"model.layers.12": states})
 
@@ -10,7 +10,9 @@ The files of vectors are joined to the model's checkpoint, so that a vector is a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +30,12 @@ def name_of_vector(name: str, layer: str) -> str:
 
 
 class SteeringFiles(Checkpoint):
-    """The vectors of files, by the names that requests use. CheckpointError if one cannot be read."""
+    """The vectors of files, by the names that requests use. CheckpointError if one cannot be read.
 
-    def __init__(self, files: Mapping[str, str]) -> None:
+    layer_shape: what a layer gives of a token; vectors [S, H] of all streams are read as [S H], as these lie
+    """
+
+    def __init__(self, files: Mapping[str, str], layer_shape: tuple[int, ...]) -> None:
         self.location = ", ".join(files.values())
         self.config, self.generation_config = {}, {}
         self._stored = {
@@ -38,7 +43,11 @@ class SteeringFiles(Checkpoint):
             for name, path in files.items()
             for layer, entry in read_header(Path(path).expanduser()).items()
         }
-        self.tensors = {name: entry[0] for name, entry in self._stored.items()}
+        flat = (math.prod(layer_shape),)
+        self.tensors = {
+            name: replace(entry[0], shape=flat) if entry[0].shape == layer_shape else entry[0]
+            for name, entry in self._stored.items()
+        }
 
     def read(self, name: str) -> memoryview:
         return self._stored[name][1]

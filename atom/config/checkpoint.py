@@ -52,7 +52,7 @@ def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
     """The configuration's checkpoint, with its steering vectors and the draft model's tensors, under `DRAFT_PREFIX`."""
     checkpoint = open_for(config, progress)
     if config.passes.steer and not config.load_dummy:
-        checkpoint = JoinedCheckpoint(checkpoint, SteeringFiles(config.passes.steer))
+        checkpoint = JoinedCheckpoint(checkpoint, SteeringFiles(config.passes.steer, config.model.layer_shape))
     if config.draft is None:
         return checkpoint
     assert config.serve.draft_model is not None, "config.load checks it"

@@ -789,6 +789,11 @@ class ModelConfig:
         kind = self.layer_type(layer) or ""
         return [Group.parse(each) for each in self.branches.get(kind, ["attention", "mlp"])]
 
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """What a layer gives of a token: [H], or of several streams [S, H]."""
+        return (self.hidden,) if self.streams.num == 1 else (self.streams.num, self.hidden)
+
     def branches_of(self, layer: int) -> list[str]:
         """The names of a layer's blocks, in order."""
         return [name for group in self.groups_of(layer) for name in group.all]

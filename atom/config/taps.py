@@ -9,6 +9,7 @@ A layer has the name of its module in transformers, which is also that of its KV
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,12 +19,14 @@ from atom.config.stored_names import stored_name
 from atom.errors import ConfigError, UnsupportedError
 
 WRAPPER = "language_model."  # of the text's modules in a model that reads images, whose tensors have no such part
+ROOT = "model."  # of a model's modules
 
 
 class SteeringVector(NamedTuple):
     layer: int
     number: int  # of its name among those of passes.steer
     tensor: str  # its name in the checkpoint
+    is_of_streams: bool  # it has numbers of its own for each stream; else all take the same ones
 
 
 class LayerTaps(NamedTuple):
@@ -43,22 +46,26 @@ def layer_taps(config: Config) -> LayerTaps:
     layers = tuple(find_layer(config.model, name, "passes.taps") for name in passes.taps)
     vectors = []
     for number, (name, path) in enumerate((passes.steer or {}).items()):
-        tensors = SteeringFiles({name: path}).tensors
+        tensors = SteeringFiles({name: path}, config.model.layer_shape).tensors
         if not tensors:
             raise ConfigError(f"passes.steer.{name}: {path} has no tensor; write one for each layer, by its name")
-        for tensor in tensors:
+        for tensor, stored in tensors.items():
             layer = find_layer(config.model, tensor.removeprefix(name_of_vector(name, "")), f"passes.steer.{name}")
-            vectors.append(SteeringVector(layer, number, tensor))
+            is_of_streams = stored.shape == (math.prod(config.model.layer_shape),)
+            vectors.append(SteeringVector(layer, number, tensor, is_of_streams))
     return LayerTaps(layers, tuple(vectors), len(passes.steer or {}))
 
 
 def find_layer(model: ModelConfig, name: str, at: str) -> int:
-    """The number of the layer of this name. ConfigError if the model has none. at: the field that names it"""
+    """The number of the layer of this name. ConfigError if the model has none. at: the field that names it
+
+    Names in the checkpoint may lack transformers' first part, as DeepSeek-V4's do.
+    """
     names = [stored_name(model, "layer", number) for number in range(model.layers)]
-    plain = name.replace(WRAPPER, "")
-    if plain not in names:
+    known, plain = [each.removeprefix(ROOT) for each in names], name.replace(WRAPPER, "").removeprefix(ROOT)
+    if plain not in known:
         raise ConfigError(f"{at}: {name} is no layer of this model (layers: {names[0]} to {names[-1]})")
-    return names.index(plain)
+    return known.index(plain)
 
 
 def check_taps(config: Config, model: ModelConfig) -> None:
@@ -73,5 +80,6 @@ def check_taps(config: Config, model: ModelConfig) -> None:
     field = "passes.taps" if passes.taps else "passes.steer"
     if twice := next((name for name in passes.taps if passes.taps.count(name) > 1), None):
         raise ConfigError(f"passes.taps names {twice} twice; name it once")
-    if model.streams.kind != "one":
-        raise UnsupportedError(f"{field}: layers of this model give several streams, not one; leave it out")
+    if model.streams.kind == "attention_residuals":
+        given = "blocks of this model read all sums of what earlier ones gave, of which none is what a layer gives"
+        raise UnsupportedError(f"{field}: {given}; leave it out")

@@ -27,7 +27,7 @@ from atom.frontend.streams import STREAMS, Place
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, W, ops
 from atom.graph.graph import STEERING
-from atom.graph.recipe_ranges import narrow, padded
+from atom.graph.recipe_ranges import cat, narrow, padded
 
 RunLayers = Callable[[Node, int], Node]  # what the next layers, so many, give of their input
 NORMS = ("attention", "mlp")  # the roles of the norms of a layer's first and second block begin with these
@@ -97,11 +97,17 @@ def write_body(
 
 
 def steer(writer: Writer, x: Node, layer: int, taps: LayerTaps) -> Node:
-    """x [T, H], what a layer gives -> [T, H]: the same with its steering vectors, each by the scale of its token"""
+    """x, what a layer gives -> the same with its steering vectors, each by the scale of its token
+
+    x: [T, H], or several streams side by side [T, S H], of which each takes a vector [H]
+    """
+    streams, hidden = writer.model.streams.num, writer.model.hidden
     for vector in taps.vectors:
         if vector.layer == layer:
             scales = writer.program.input(STEERING, Type("fp32", ("T", taps.num_scales)))
-            weight = W(vector.tensor, Type(writer.dtype, (writer.model.hidden,)))
+            columns = streams * hidden if vector.is_of_streams else hidden
+            stored = W(vector.tensor, Type(writer.dtype, (columns,)))
+            weight = stored if columns == streams * hidden else cat((stored,) * streams)
             x = writer.program.call(ops.steer, x, scales, weight, index=vector.number, name="x")
     return x
 

@@ -193,7 +193,7 @@ class TapResult(Protocol):
         """Take the states of these tokens."""
 
     def states(self, num_prompt: int, num_tokens: int) -> npt.NDArray[np.float32] | None:
-        """fp32[H], or of all [tokens, H]; None: it has none."""
+        """fp32[H], or of all [tokens, H], of several streams [S, H] in place of H; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class Sequence(Answer, SchedulingState, Request):
 
     @property
     def taps(self) -> dict[str, npt.NDArray[np.float32]]:
-        """By the names of layers that it taps fp32[H], or of all tokens [tokens, H], as far as they are computed."""
+        """By the names of layers that it taps, as far as they are computed: see `TappedStates`."""
         found = {each.tap.name: each.states(len(self.prompt), self.num_tokens) for each in self.tapped}
         return {name: states for name, states in found.items() if states is not None}
 

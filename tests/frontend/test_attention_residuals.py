@@ -165,6 +165,11 @@ def test_kimi_k3_is_explained_by_its_config_only(tmp_path: Path, capsys: pytest.
     ("name", "override", "message"),
     [
         ("kimi_k3", "model.streams.layers=null", "model.streams.layers=null: kind attention_residuals needs a number"),
+        (
+            "kimi_k3",
+            "passes.taps=[model.layers.0]",
+            "passes.taps: blocks of this model read all sums of what earlier ones gave",
+        ),
         ("kimi_k3", "model.streams.num=2", "model.streams.num=2: kind attention_residuals is of one stream"),
         ("kimi_k3", "model.streams={kind: one, layers: 2}", "model.streams.layers=2: kind one has none"),
         ("kimi_k3", "model.loops=2", "model.streams.kind=attention_residuals: model.loops=2 is of one stream"),

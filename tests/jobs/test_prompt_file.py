@@ -90,7 +90,7 @@ def test_a_file_of_one_line_is_refused_by_its_number_too(tmp_path: Path):
 
 def test_the_fields_of_an_answer_are_those_that_an_object_may_not_have():
     params = SamplingParams(n=2, logprobs=1, prompt_logprobs=1)
-    tapped = Registered(["model.layers.0"], hidden=4).open([Tap("model.layers.0")])
+    tapped = Registered(["model.layers.0"], shape=(4,)).open([Tap("model.layers.0")])
     sequence = Sequence("id", [1], params, tapped=tapped)
     sequence.finished_at, sequence.error = 1.0, "no"
     assert set(answer(sequence)) == ANSWER_FIELDS

@@ -1,6 +1,6 @@
 """Check taps and steering of requests, and collect their hidden states.
 
-registered = Registered(["model.layers.12"], ["calm"], hidden=576)
+registered = Registered(["model.layers.12"], ["calm"], shape=(576,))
 tapped = registered.open((Tap("model.layers.12", "mean"),))          # of a sequence
 tapped[0].span(0, 16, num_prompt=40)                                 # (0, 16): the tokens of a step that it reads
 tapped[0].take(0, 16, data)                                          # fp32, as the runner has sent it
@@ -30,11 +30,11 @@ class TappedStates:
 
     tap: Tap
     index: int  # of its layer among those that are registered
-    hidden: int  # H
-    _rows: list[npt.NDArray[np.float32]] = field(default_factory=list)  # [tokens, H] of all, in order
+    shape: tuple[int, ...]  # of a token's states: [H], or of several streams [S, H]
+    _rows: list[npt.NDArray[np.float32]] = field(default_factory=list)  # [tokens, *shape] of all, in order
     _num_rows: int = 0
-    _sum: npt.NDArray[np.float64] | None = None  # [H], of mean
-    _last: npt.NDArray[np.float32] | None = None  # [H]
+    _sum: npt.NDArray[np.float64] | None = None  # of mean
+    _last: npt.NDArray[np.float32] | None = None
 
     def span(self, start: int, num_tokens: int, num_prompt: int) -> tuple[int, int]:
         """The tokens that it reads of a step's, from position start on: how many come before them, and how many."""
@@ -50,19 +50,19 @@ class TappedStates:
         start: position of the step's first token
         num_tokens: of the step, without drafts that were rejected; states of these come last
         """
-        values = np.frombuffer(data, np.float32)
+        values = np.frombuffer(data, np.float32).reshape(-1, *self.shape)
         if self.tap.pool == "last":
-            self._last = values
+            self._last = values[0]
         elif self.tap.pool == "mean":
-            self._sum = values + (self._sum if self._sum is not None and start else np.zeros(len(values)))
+            self._sum = values[0] + (self._sum if self._sum is not None and start else np.zeros(self.shape))
         else:
             if start < self._num_rows:
                 self._rows = [np.concatenate(self._rows)[:start]]
-            self._rows.append(values.reshape(-1, self.hidden)[:num_tokens])
+            self._rows.append(values[:num_tokens])
             self._num_rows = start + num_tokens
 
     def states(self, num_prompt: int, num_tokens: int) -> npt.NDArray[np.float32] | None:
-        """fp32[H], or of all [tokens, H], without the newest token, which is not computed; None: it has none.
+        """fp32 [*shape], or of all [tokens, *shape], without the newest token, which is not computed; None: none yet.
 
         num_prompt, num_tokens: of the sequence, and without its answer
         """
@@ -79,7 +79,7 @@ class Registered:
 
     layers: Sequence[str] = ()
     vectors: Sequence[str] = ()
-    hidden: int = 0  # columns of hidden states
+    shape: tuple[int, ...] = ()  # of what a layer gives of a token
 
     def open(self, taps: Sequence[Tap]) -> list[TappedStates]:
         """The taps of a sequence, which have nothing yet. RequestError for one that is not registered."""
@@ -87,7 +87,7 @@ class Registered:
             check_name("taps", tap.name, self.layers, "passes.taps")
             if tap.pool not in POOLS:
                 raise RequestError(f"taps: {tap.name}: {tap.pool[:40]!r} is not one of {', '.join(POOLS)}")
-        return [TappedStates(tap, self.layers.index(tap.name), self.hidden) for tap in taps]
+        return [TappedStates(tap, self.layers.index(tap.name), self.shape) for tap in taps]
 
     def scales_of(self, steer: Steering) -> tuple[float, ...]:
         """The scale of each registered vector; none if the request is not steered. RequestError as of `open`."""

@@ -100,7 +100,7 @@ class Admitted(msgspec.Struct, array_like=True, gc=False):
 class Tapped(msgspec.Struct, array_like=True, gc=False):
     """The hidden states of a tap."""
 
-    shape: tuple[int, ...]  # [H], or [tokens, H]
+    shape: tuple[int, ...]  # [H], or [tokens, H]; of several streams [S, H] in place of H
     data: bytes  # fp32
 
 

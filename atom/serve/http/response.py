@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -382,7 +383,7 @@ class Responder(ABC):
     def _hold_taps(self, submission: EngineRequest, tenant: Tenant, left: ExitStack) -> None:
         """Count what the request taps until its answer is made. FieldError, LimitError if that is too much."""
         context, taps = self.context, submission.options.taps
-        size = tapped_bytes(taps, submission.prompts, submission.params, context.config.model.hidden)
+        size = tapped_bytes(taps, submission.prompts, submission.params, math.prod(context.config.model.layer_shape))
         try:
             left.enter_context(context.shared.running_taps.hold(size))
         except LimitError as error:

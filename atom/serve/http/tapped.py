@@ -1,6 +1,6 @@
 """Bound the hidden states of a request, and of all that run.
 
-size = tapped_bytes(taps, prompts, params, hidden)      # that the answers of a request may have at most
+size = tapped_bytes(taps, prompts, params, columns)     # that the answers of a request may have at most
 with running.hold(size): …                              # LimitError (429) if those that run leave no room for it
 tapped_states(choice)                                   # {"taps": {"model.layers.12": {"dtype": …, "data": …}}}
 """
@@ -24,10 +24,13 @@ MAX_RUNNING = 1 << 30  # of all requests that run
 RETRY_SECONDS = 1.0
 
 
-def tapped_bytes(taps: Sequence[Tap], prompts: list[list[int]], params: list[SamplingParams], hidden: int) -> int:
-    """The most bytes of hidden states that the answers to all prompts may have. FieldError beyond MAX_OF_REQUEST."""
+def tapped_bytes(taps: Sequence[Tap], prompts: list[list[int]], params: list[SamplingParams], columns: int) -> int:
+    """The most bytes of hidden states that the answers to all prompts may have. FieldError beyond MAX_OF_REQUEST.
+
+    columns: numbers that a layer gives of a token
+    """
     answers = [(one.n, len(prompt) + one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
-    size = 4 * hidden * sum(num * (longest if tap.pool == "all" else 1) for tap in taps for num, longest in answers)
+    size = 4 * columns * sum(num * (longest if tap.pool == "all" else 1) for tap in taps for num, longest in answers)
     if size > MAX_OF_REQUEST:
         sizes = f"up to {size / 1e6:,.0f} MB, more than {MAX_OF_REQUEST / 1e6:,.0f} MB"
         raise FieldError("taps", f"taps: hidden states of {sizes}: lower max_tokens or n, or name fewer layers")

@@ -16,7 +16,7 @@ BOTH, PROMPTS = (Tap("model.layers.0", "all"), Tap("model.layers.1", "all")), [[
 
 def size_of(taps: tuple[Tap, ...], num_prompts: int, n: int, max_tokens: int) -> int:
     every = [SamplingParams(n=n, max_tokens=max_tokens)] * num_prompts
-    return tapped_bytes(taps, PROMPTS[:num_prompts], every, hidden=48)
+    return tapped_bytes(taps, PROMPTS[:num_prompts], every, columns=48)
 
 
 def test_answers_have_so_many_hidden_states_at_most(monkeypatch: pytest.MonkeyPatch):

@@ -55,7 +55,7 @@ def values_of(name: str, overrides: list[str]) -> dict[str, str]:
     config = load_settings([override("recipe", name)])
     found = {key: value_of(config, key) for key in keys(Config) if not key.startswith(("model.", "overrides"))}
     texts = (text.lstrip("+").partition("=") for text in overrides)
-    return found | {key: value for key, _, value in texts if key == "model" or key.startswith("model.")}
+    return found | {key: value.strip("'") for key, _, value in texts if key == "model" or key.startswith("model.")}
 
 
 def value_of(config: Config, key: str) -> str:

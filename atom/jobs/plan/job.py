@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from atom.checkpoint import RichProgress
@@ -30,6 +31,7 @@ from atom.jobs.plan.page import make_page
 from atom.jobs.plan.ranking import Option, Plan, make_plan
 from atom.jobs.plan.text import describe_load, print_text
 from atom.kernels import Target, find_target
+from atom.measurement.hardware import describe_cpus, describe_machine, find_commit
 from atom.process.messages import say
 
 NUM_MEASURED = 3  # options that -m measures
@@ -53,7 +55,7 @@ def run(config: Config, *, measures: bool = False) -> int:
         case _:
             print_text(plan, load, gpu, config, measured)
     if config.job.save_recipe is not None:
-        save_best(plan.options[0], config)
+        save_best(plan.options[0], config, next(iter(measured), None))
     return 0
 
 
@@ -117,10 +119,10 @@ def describe_option(option: Option, config: Config, measured: Measured | None) -
     }
 
 
-def save_best(option: Option, config: Config) -> None:
-    """Write the recipe of an option."""
+def save_best(option: Option, config: Config, measured: Measured | None) -> None:
+    """Write the recipe of an option. measured: its figures, if it was run here"""
     assert config.job.save_recipe is not None, "only then there is a file"
-    about = {
+    about: dict[str, Any] = {
         "what": f"the cheapest of job=plan: {describe_load(read_load(config))}",
         "model": config.model.name,
         "hardware": f"{option.num_gpus} x {config.job.gpu}",
@@ -131,5 +133,10 @@ def save_best(option: Option, config: Config) -> None:
         },
         "measured": "not measured; job=plan has estimated it",
     }
+    if measured is not None:
+        throughput, ttft = round(measured.tokens_per_second, 1), round(measured.ttft_seconds * 1e3, 1)
+        about["measured"] = {"output_throughput": throughput, "median_ttft_ms": ttft}  # as of job=bench
+        machine = describe_cpus() if config.device == "cpu" else describe_machine()
+        about["measured_on"] = "; ".join(filter(None, (machine, f"{date.today()}", find_commit())))
     if write_recipe(config.job.save_recipe, [*own_overrides(config), *option.overrides], about):
         say(f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay")

@@ -22,10 +22,12 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
         reasons = faults.setdefault(find_field(each, error.body), [])
         if (why := reason(each)) not in reasons:
             reasons.append(why)
+    of_parts = {names[:size] for names in faults for size in range(1, len(names))}
     lines = [
         ": ".join(filter(None, (shown(".".join(names)), " or ".join(reasons))))
-        for names, reasons in list(faults.items())[:4]
-    ]
+        for names, reasons in faults.items()
+        if names not in of_parts  # what else the value of such a part could be: it is one of a union
+    ][:4]
     first = next(iter(faults))
     return first[0] if first else None, "; ".join(lines)
 

@@ -364,7 +364,10 @@ def test_the_first_few_are_measured(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measure, "run_job", run_job)
-    assert main(["-m", *overrides(folder, "gpu", "job.gpus=2")]) == 0
+    assert main(["-m", *overrides(folder, "gpu", "job.gpus=2", "job.save_recipe=best.yaml")]) == 0
+    about = yaml.safe_load(Path("best.yaml").read_text())["about"]
+    assert about["measured"]["output_throughput"] in (1234, 2468) and about["measured"]["median_ttft_ms"] == 5
+    assert about["measured_on"] and about["estimated"]["tokens_per_second"] > 0
     out, err = capsys.readouterr()
     assert next(line.split()[-1] for line in out.splitlines() if " as stored " in line) in ("1,234", "2,468")
     assert "measured tok/s" in out and "no such GPU" in err and len(asked) == 3

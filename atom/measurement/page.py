@@ -267,7 +267,7 @@ def frontier(points: Sequence[Dot], axes: tuple[str, str], *, least: float | Non
 
     axes: what x and y are, with their units
     """
-    width, height, left, right, top, base = 900, 420, 70, 20, 16, 366
+    width, height, left, right, top, base = 900, 420, 70, 180, 32, 366  # at the right there is room for a name
     most_x, most_y = max((at.x for at in points), default=1.0), max((at.y for at in points), default=1.0)
     across, down = (width - left - right) / most_x / 1.05, (base - top) / most_y / 1.05
 
@@ -281,7 +281,7 @@ def frontier(points: Sequence[Dot], axes: tuple[str, str], *, least: float | Non
         lines.append(text(f"{tick:,g}", left - 8, y + 4, "end"))
     lines += [text(f"{tick:,g}", left + tick * across, base + 18, "middle") for tick in ticks(most_x)]
     lines.append(text(axes[0], (left + width - right) / 2, height - 8, "middle"))
-    lines.append(text(axes[1], left + 6, top - 2, "start"))
+    lines.append(text(axes[1], left + 6, top - 18, "start"))
     if least is not None and least <= most_x * 1.05:
         x = left + least * across
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{base}" stroke="var(--bad)" stroke-width="2"/>')
@@ -294,12 +294,12 @@ def frontier(points: Sequence[Dot], axes: tuple[str, str], *, least: float | Non
         title = f"<title>{html.escape(each.name)}: {each.x:,.4g}, {each.y:,.4g}</title>"
         place = f'cx="{left + each.x * across:.1f}" cy="{base - each.y * down:.1f}"'
         lines.append(f'<circle {place} r="{size}" fill="{color}">{title}</circle>')
-    taken = list[tuple[float, float]]()
+    end, level = -math.inf, math.inf  # of the last name
     for each, (x, y) in zip(best, places, strict=True):
-        if all(abs(x - other) > CHARACTER * len(each.name) or abs(y - level) > 15 for other, level in taken):
-            has_room = x + 9 + CHARACTER * len(each.name) < width
-            lines.append(text(each.name, *((x + 9, y - 6, "start") if has_room else (x, y - 12, "end")), ""))
-            taken.append((x, y))
+        name_end = x + 9 + CHARACTER * len(each.name)
+        if (x + 9 > end or y > level + 15) and name_end < width:
+            lines.append(text(each.name, x + 9, y - 6, "start", ""))
+            end, level = name_end, y
     return svg(width, height, lines)
 
 

@@ -79,5 +79,6 @@ class Forks(Generic[T]):
 
     def _take(self) -> int:
         with self._next.get_lock():
+            number: int = self._next.value
             self._next.value += 1
-            return self._next.value - 1
+        return number

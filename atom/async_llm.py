@@ -200,6 +200,25 @@ class AsyncLLMEngine:
         await self._do(lambda: self._engine.reset_prefix_cache(self._inbox.do_urgent))
         return True
 
+    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Start no step until `resume_generation`; see `LLMEngine.pause_generation`. Requests wait meanwhile."""
+        await self._do(lambda: self._engine.pause(mode, clear_cache=clear_cache, on_step=self._inbox.do_urgent))
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        await self._do(self._engine.resume)
+
+    async def is_paused(self) -> bool:
+        return self._engine.is_paused
+
+    async def get_weight_version(self) -> str:
+        """The name of the weights; "default" until they get one."""
+        return self._engine.weight_version
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Name the weights; answers report those of their tokens as `weight_versions`."""
+        await self._do(lambda: self._engine.set_weight_version(new_version, self._inbox.do_urgent))
+
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give up the memory of weights and KV until `wake_up`; see `LLMEngine.sleep`. Requests wait meanwhile."""
         await self._do(lambda: self._engine.sleep(level, mode, self._inbox.do_urgent))

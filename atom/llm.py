@@ -50,7 +50,7 @@ from atom.prompts import (
     scored_prompts,
 )
 from atom.runtime.draft.speculation import describe_drafts, draft_statistics
-from atom.runtime.metrics import EngineStats
+from atom.runtime.metrics import DEFAULT_VERSION, EngineStats
 from atom.runtime.ranks.remote import serve_rank
 from atom.runtime.requests.taps import GivenSteer, GivenTaps, read_steer, read_taps
 from atom.runtime.types import RequestOptions, Sequence, StreamCallback
@@ -121,8 +121,9 @@ class LLMEngine:
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
-        prompt_logprobs if asked for, and prefix_hit with explain. A prompt that fails while others run has
-        finish_reason error and its `error`; what fails all that run is raised.
+        prompt_logprobs if asked for, prefix_hit with explain, and weight_versions if weights with a name have sampled
+        it. A prompt that fails while others run has finish_reason error and its `error`; what fails all that run is
+        raised.
         """
         sequences = self.complete(prompts, sampling_params, adapters, use_tqdm, taps=taps, steer=steer)
         return list(map(answer, sequences))
@@ -254,6 +255,8 @@ class LLMEngine:
         self._need_own_process()
         if self._engine.is_sleeping:
             raise RequestError("the engine sleeps; call wake_up first")
+        if self._engine.is_paused:
+            raise RequestError("the engine is paused; call resume_generation first")
 
     def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
@@ -355,6 +358,32 @@ class LLMEngine:
         self._engine.reset_prefix_cache()
         return True
 
+    def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Have `step` compute nothing until `resume_generation`, as vLLM's AsyncLLM; requests that come meanwhile wait.
+
+        mode: abort ends all requests with this finish_reason, wait lets those that run end, keep lets them go on after
+          `resume_generation`; the next step returns those that ended
+        clear_cache: forget the KV of all prompts; requests that go on compute theirs again
+        """
+        self._engine.pause(mode, clear_cache=clear_cache)
+
+    def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._engine.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._engine.is_paused
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights; "default" until they get one."""
+        return self._engine.weight_version
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Name the weights; answers report those of their tokens as `weight_versions`."""
+        self._engine.set_weight_version(new_version)
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give up the memory of weights and KV until `wake_up`; see `atom.runtime.engine.Engine.sleep`.
 
@@ -420,6 +449,8 @@ def answer(sequence: Sequence) -> dict[str, Any]:
     }
     if sequence.error is not None:
         result["error"] = sequence.error
+    if any(span.version != DEFAULT_VERSION for span in sequence.weight_versions):
+        result["weight_versions"] = sequence.weight_versions
     if sequence.params.n > 1:
         result["index"] = sequence.index
     if sequence.hit is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from atom.errors import ConfigError, RequestError, UnsupportedError
 from atom.images.prompts import show_prompt
 from atom.llm import LLMEngine
 from atom.prompts import Prompt, encode_conversations, prompt_of, prompts_of
-from atom.runtime.types import Logprobs, openai_reason
+from atom.runtime.types import Logprobs, WeightSpan, openai_reason
 from atom.runtime.types import Sequence as EngineSequence
 from atom.sampling_params import SamplingParams
 
@@ -62,6 +62,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop | length | repetition | abort | error
     stop_reason: int | str | None = None  # the stop token or stop string; of an error its message; repetition_detected
+    weight_versions: list[WeightSpan] = field(default_factory=list)  # the names of the weights that sampled its tokens
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -298,6 +299,7 @@ class LLM:
             logprobs=None if logprobs is None else [self._spell(each) for each in logprobs],
             finish_reason=openai_reason(reason),
             stop_reason=int(token[1]) if token else stop,
+            weight_versions=sequence.weight_versions,
         )
 
     def _spell(self, place: Logprobs) -> dict[int, Logprob]:

@@ -31,7 +31,7 @@ from atom.runtime.images.placeholders import hide_placeholders, without_placehol
 from atom.runtime.images.request_images import RequestImages
 from atom.runtime.kv.files import KVFiles
 from atom.runtime.kv.retention import retained_prefixes
-from atom.runtime.metrics import EngineStats
+from atom.runtime.metrics import DEFAULT_VERSION, EngineStats
 from atom.runtime.profiler import Profiler
 from atom.runtime.ranks.links import Ranks
 from atom.runtime.requests.detokenizer import Detokenizer
@@ -49,14 +49,15 @@ from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import Runner
 from atom.runtime.types import (
     NO_OPTIONS,
+    PAUSE_MODES,
     SLEEP_LEVELS,
-    SLEEP_MODES,
     TAGS,
     Matcher,
     Plan,
     RequestOptions,
     Sequence,
     StreamCallback,
+    WeightSpan,
 )
 from atom.sampling_params import SamplingParams
 
@@ -122,11 +123,13 @@ class Engine:
         self._seeds = random.Random(seed)
         self.grammars = grammars or Grammars(vocabulary)
         self._lock = threading.Lock()  # of `_numbers` and `_seeds`
+        self.weight_version = DEFAULT_VERSION  # the name of the weights that sample
+        self.is_paused = False  # by `pause`
         self._is_halted = False  # no step is started
 
     @property
     def has_work(self) -> bool:
-        has_requests = self.scheduler.has_work and not self.is_sleeping
+        has_requests = self.scheduler.has_work and not (self.is_paused or self.is_sleeping)
         return has_requests or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     @property
@@ -280,44 +283,107 @@ class Engine:
         on_step: called after each step until then; it may abort requests, and if it raises, the engine stays awake
         """
         sleeper, scheduler = self._need_sleeper()
-        if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:
-            raise RequestError(f"level={level}, mode={mode}: levels are 1 and 2, modes {', '.join(SLEEP_MODES)}")
+        if level not in SLEEP_LEVELS or mode not in PAUSE_MODES:
+            raise RequestError(f"level={level}, mode={mode}: levels are 1 and 2, modes {', '.join(PAUSE_MODES)}")
         if level == 2 and self._loras is not None:
             raise RequestError("level=2 would drop what was read of LoRA adapters; sleep with level=1")
-        scheduler.is_paused = True
-        try:
-            for id in list(self._requests) if mode == "abort" else ():
-                self.abort(id)
-            self._is_halted = mode != "wait"
-            self._step_while(lambda: self._pending or (mode == "wait" and scheduler.num_running), on_step)
-            self._is_halted = True
+        with self._halt(mode, on_step):
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()
             sleeper.sleep(level)
-        finally:
-            if not sleeper.is_sleeping:
-                scheduler.is_paused = self._is_halted = False
 
     def wake_up(self, tags: List[str] | None = None) -> None:
         """Take the memory again, or first a part of it: weights, kv_cache. CapacityError if there is too little."""
-        sleeper, scheduler = self._need_sleeper()
+        sleeper, _ = self._need_sleeper()
         if unknown := next((tag for tag in tags or () if tag not in TAGS), None):
             raise RequestError(f"tags={unknown} is not supported (supported: {', '.join(TAGS)})")
-        sleeper.wake_up(tags or TAGS)
-        if not sleeper.is_sleeping:
-            scheduler.is_paused = self._is_halted = False
+        lacks_weights = not sleeper.has_weights
+        try:
+            sleeper.wake_up(tags or TAGS)
+        finally:
+            if lacks_weights and sleeper.has_weights and sleeper.level == 2:
+                self._name_weights(DEFAULT_VERSION)
+        self._let_go()
+
+    def pause(
+        self, mode: str = "abort", *, clear_cache: bool = True, on_step: Callable[[], object] = lambda: None
+    ) -> None:
+        """Start no step until `resume`; requests that come meanwhile wait.
+
+        mode: abort ends all requests with this finish_reason, wait lets those that run end, keep lets them go on after
+          `resume`
+        clear_cache: forget the KV of all prompts, except in files; requests that go on compute theirs again
+        on_step: called after each step until then; it may abort requests, and if it raises, the engine goes on
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode={mode} is not supported (supported: {', '.join(PAUSE_MODES)})")
+        with self._halt(mode, on_step):
+            if clear_cache and not self.is_sleeping:
+                self.scheduler.drop_kv()
+            self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`; an engine that sleeps does so once it is awake."""
+        self.is_paused = False
+        self._let_go()
+
+    def set_weight_version(self, version: str, on_step: Callable[[], object] = lambda: None) -> None:
+        """Name the weights that sample from now on; answers report it as `weight_versions`.
+
+        on_step: called after each step until then
+        """
+        with self._between_steps(on_step):
+            self._name_weights(version)
 
     def reset_prefix_cache(self, on_step: Callable[[], object] = lambda: None) -> None:
         """Forget the KV of all prompts, except in files. Running requests go on, and compute theirs again.
 
         on_step: called after each step until then
         """
+        with self._between_steps(on_step):
+            self.scheduler.drop_kv()
+
+    def _name_weights(self, version: str) -> None:
+        for sequence in self.scheduler.sequences.values():
+            self._end_span(sequence)
+        self.weight_version = version
+
+    def _end_span(self, sequence: Sequence) -> None:
+        """Record that the present weights have sampled a sequence's newest tokens."""
+        spans, end = sequence.weight_versions, len(sequence.output)
+        start = spans[-1].end if spans else 0
+        if spans and spans[-1].version == self.weight_version:
+            spans[-1] = spans[-1]._replace(end=end)
+        elif end > start:
+            spans.append(WeightSpan(self.weight_version, start, end))
+
+    @contextmanager
+    def _halt(self, mode: str, on_step: Callable[[], object]) -> Iterator[None]:
+        """End, finish or keep the requests by a mode of `pause`. No step runs within, or later if it pauses or sleeps."""
+        self.scheduler.is_paused = True
+        try:
+            for id in list(self._requests) if mode == "abort" else ():
+                self.abort(id)
+            self._is_halted = mode != "wait"
+            self._step_while(lambda: self._pending or (mode == "wait" and self.scheduler.num_running), on_step)
+            self._is_halted = True
+            yield
+        finally:
+            self._let_go()
+
+    @contextmanager
+    def _between_steps(self, on_step: Callable[[], object]) -> Iterator[None]:
+        """Have no step run meanwhile."""
         was_halted, self._is_halted = self._is_halted, True
         try:
             self._step_while(lambda: self._pending, on_step)
-            self.scheduler.drop_kv()
+            yield
         finally:
             self._is_halted = was_halted
+
+    def _let_go(self) -> None:
+        """Start steps again, unless the engine is paused or sleeps."""
+        self.scheduler.is_paused = self._is_halted = self.is_paused or self.is_sleeping
 
     def _step_while(self, goes_on: Callable[[], object], on_step: Callable[[], object]) -> None:
         while goes_on():
@@ -504,6 +570,7 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         """Record the end of a sequence that has its finish reason."""
         stream = self._streams[sequence.id]
+        self._end_span(sequence)
         sequence.finished_at = time.perf_counter()
         try:
             stream.finish()

@@ -14,6 +14,7 @@ from collections import Counter
 import msgspec
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's ITERATION_TOKENS_BUCKETS
+DEFAULT_VERSION = "default"  # the name of the checkpoint's weights, as in vLLM
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

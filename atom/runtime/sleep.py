@@ -35,15 +35,21 @@ class Sleeper(ABC):
         """load: reads the weights again"""
         self._runner, self._load = runner, load
         self._asleep: set[str] = set()  # of TAGS
+        self.level = 1  # at which the weights fell asleep last
 
     @property
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
+    @property
+    def has_weights(self) -> bool:
+        return WEIGHTS not in self._asleep
+
     def sleep(self, level: int) -> None:
         """Release the memory of weights and KV, unless it has been."""
         if WEIGHTS not in self._asleep:
             self._save_weights(level)
+            self.level = level
             self._asleep.add(WEIGHTS)  # before what may fail halfway, and `wake_up` repairs
             self._drop_weights(level)
         if KV_CACHE not in self._asleep:

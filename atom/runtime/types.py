@@ -25,7 +25,7 @@ from atom.state_rules import StateRule
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # parts of an engine's memory that can be woken up apart, by vLLM's names
 TAGS = (WEIGHTS, KV_CACHE)
 SLEEP_LEVELS = (1, 2)
-SLEEP_MODES = ("abort", "wait", "keep")  # what becomes of running requests
+PAUSE_MODES = ("abort", "wait", "keep")  # what becomes of running requests
 INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
 
 
@@ -167,6 +167,14 @@ class PrefixHit(msgspec.Struct, array_like=True, frozen=True):
     seconds: float | None = None  # since the eviction, with `evicted`; None: not known
 
 
+class WeightSpan(NamedTuple):
+    """Tokens of an answer that weights of one version have sampled: start to end."""
+
+    version: str
+    start: int
+    end: int
+
+
 POOLS = ("last", "mean", "all")
 
 
@@ -285,6 +293,7 @@ class Answer:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     pooled: npt.NDArray[np.float64] | None = None  # [H], the sum over tokens that are pooled, so far
     tapped: abc.Sequence[TapResult] = ()  # of each of its taps
+    weight_versions: list[WeightSpan] = field(default_factory=list)  # in order, complete once it has finished
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | repetition | abort | error
     stop_string: str | None = None  # the stop string that was met
     error: str | None = None  # the message, if finish_reason is error

@@ -31,14 +31,14 @@ from atom.serve.http.errors import error_body, error_response, refuse, shown
 from atom.serve.http.middleware import Guard, HeadAsGet
 from atom.serve.llama_cpp import ROUTES
 from atom.serve.openai import chat, classify, completions, embeddings, models, pooling, responses, scores, tokenize
-from atom.serve.ops import adapters, admin, monitoring
+from atom.serve.ops import adapters, admin, monitoring, trainers
 from atom.serve.vllm import instead_of_route
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
 ROUTED = (
     completions, chat, responses, embeddings, scores, classify, pooling, messages, tokenize, models, adapters,
-    monitoring, admin, page,
+    monitoring, admin, trainers, page,
 )  # fmt: skip
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: `error` says why, and `param` which field"}

@@ -257,7 +257,9 @@ class Server:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while loop.time() < end and not self._end_requested.is_set():
-            running, is_preparing = engines.running, self._shared.num_preparing > 0
+            # requests of an engine that is paused do not end: nobody can resume it any more
+            running = [each for each in engines.running if not each.client.is_paused]
+            is_preparing = self._shared.num_preparing > 0
             if not running and not is_preparing:
                 break
             idle = [each.client.idle for each in running[:1]]

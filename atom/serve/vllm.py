@@ -45,7 +45,6 @@ INSTEAD = {
     "return_prompt_text": "POST /tokenize with messages gives the prompt's token ids, and POST /detokenize their text",
     "return_token_offsets": "POST /tokenize with return_token_strs gives the text of each token; leave it out",
     "return_tokens_as_token_ids": "return_token_ids adds the token ids",
-    "return_weight_versions": "weights stay what they are while a server runs; leave it out",
     "routed_experts_prompt_start": "the experts of a token are not reported; leave it out",
     "session_id": "prompts that begin alike share their KV, in any session; leave it out",
     "spaces_between_special_tokens": "special tokens are written without spaces; leave it out",
@@ -65,39 +64,32 @@ LABELS = "structured_outputs.choice limits an answer of POST /v1/chat/completion
 NO_SOUND = "models read text and images here, and write text"
 ENCODED = "serve.image_memory keeps encoded images, and the longest unused make room"
 FIXED = "weights stay what they are while a server runs; start it again, or load an adapter: serve.lora_modules"
-PAUSE = "POST /sleep?mode=keep and /wake_up stop and continue the engines, with serve.enable_sleep_mode=true"
 RANKS = "the number of ranks and engines is set at the start: see GET /server_info"
 RESTARTS = "an engine that dies is started again; GET /health and /metrics show the engines"
 HANG_UP = "close the connection, which ends its request"
 ROUTES = {
-    "/abort_requests": HANG_UP,
     "/cohere": "write POST /v1/chat/completions",
     "/collective_rpc": "no function of a rank is called from outside; GET /server_info and /metrics show its state",
     "/debug/cache_stats": "GET /metrics counts the tokens that were found in the prefix cache",
     "/fault_tolerance": RESTARTS,
     "/finish_weight_update": FIXED,
     "/generative_scoring": LABELS,
-    "/get_world_size": RANKS,
     "/inference/v1/abort_requests": HANG_UP,
     "/inference/v1/generate": "write POST /v1/completions with token ids as its prompt, and return_token_ids",
     "/init_weight_transfer_engine": FIXED,
     "/invocations": "write the route itself, as POST /v1/chat/completions",
-    "/is_paused": PAUSE,
     "/is_scaling_elastic_ep": RANKS,
     "/kv_event_sources": "no KV leaves its engine; GET /metrics counts the tokens that were found in the prefix cache",
     "/kv_transfer_info": "no KV leaves its engine",
-    "/pause": PAUSE,
     "/readyz": "write GET /ready",
     "/release_kv_cache_memory": "write POST /sleep?level=1, with serve.enable_sleep_mode=true",
     "/reset_encoder_cache": ENCODED,
     "/reset_mm_cache": ENCODED,
-    "/resume": PAUSE,
     "/scale_elastic_ep": RANKS,
     "/shutdown_weight_transfer_engine": FIXED,
     "/start_draft_weight_update": FIXED,
     "/start_weight_update": FIXED,
     "/tokenizer_info": "serve.http.enable_tokenizer_info_endpoint=true adds it",
-    "/update_weight_version": FIXED,
     "/update_weights": FIXED,
     "/v1/audio": NO_SOUND,
     "/v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions: they run together",
@@ -115,7 +107,6 @@ ROUTES = {
     "/v1/unload_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v2/embed": "write POST /v1/embeddings",
     "/weight_checker": FIXED,
-    "/weight_info": FIXED,
 }
 
 

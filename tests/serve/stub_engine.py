@@ -76,6 +76,8 @@ class StubEngine:
     replica: int = 0
     is_profiling: bool = False
     is_sleeping: bool = False
+    is_paused: bool = False
+    weight_version: str = "default"
     cached: set[tuple[int, ...]] = field(default_factory=set)  # beginnings of prompts, in whole blocks
     waiting: dict[str, Sequence] = field(default_factory=dict)  # by id
     running: dict[str, Sequence] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class StubEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running) and not self.is_paused
 
     def prepare(
         self,
@@ -219,6 +221,16 @@ class StubEngine:
 
     def wake_up(self, tags: list[str] | None) -> None:
         raise RequestError("a stub cannot sleep")
+
+    def pause(self, mode: str, *, clear_cache: bool = True, on_step: object = None) -> None:
+        """Keep all requests, whatever the mode."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def set_weight_version(self, version: str, on_step: object) -> None:
+        self.weight_version = version
 
     def start_profile(self) -> None:
         if self.options.breaks_profiler:

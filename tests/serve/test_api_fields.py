@@ -432,6 +432,14 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             None,
             [64, 65, 66, 67, 68, 69],
         ),
+        "return_weight_versions": makes(
+            path,
+            known,
+            known | {"return_weight_versions": True},
+            lambda it: it.choices[0].get("weight_versions"),
+            None,
+            [{"version": "default", "start": 0, "end": 6}],
+        ),
         "request_id": both(
             makes(
                 path,
@@ -1332,6 +1340,7 @@ def test_every_field_of_every_body_has_a_row():
     bodies -= {schema.ClassifyRequest, schema.PoolingRequest}  # of routes for classifiers
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     bodies -= {schema.ModelRequest}  # of routes that test_models asks
+    bodies -= {schema.AbortRequest, schema.VersionRequest}  # of routes that test_pause asks
     assert {each.__name__: set(each.model_fields) for each in bodies} == {
         each.__name__: set(rows) for each, rows in ROWS.items()
     }

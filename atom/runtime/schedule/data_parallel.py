@@ -54,6 +54,16 @@ class DataParallelScheduler:
             group.waiting = FairQueue(self.waiting.counters)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether no group admits a sequence."""
+        return self.groups[0].is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        for group in self.groups:
+            group.is_paused = is_paused
+
+    @property
     def has_work(self) -> bool:
         return bool(self._queued) or any(group.has_work for group in self.groups)
 
@@ -165,7 +175,7 @@ class DataParallelScheduler:
     def _place(self) -> None:
         """Give waiting sequences, in their order, to groups that have room."""
         num_open = [group.num_open for group in self.groups]
-        if not self.waiting or not any(num_open):
+        if self.is_paused or not self.waiting or not any(num_open):
             return
         costs = [sum(map(_cost, group.sequences.values())) for group in self.groups]
         num_promised = [0] * len(self.groups)  # blocks

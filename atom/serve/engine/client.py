@@ -18,7 +18,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from socket import socket
 
@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.process.liveness import Life, Vitals, Watch
-from atom.runtime.metrics import EngineStats
+from atom.runtime.metrics import DEFAULT_VERSION, EngineStats
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Frames, Message, encode
@@ -41,10 +41,13 @@ from atom.serve.engine.protocol import (
     LoadAdapter,
     Output,
     Outputs,
+    Pause,
     Profile,
     Ready,
     Refused,
     ResetPrefixCache,
+    Resume,
+    SetWeightVersion,
     Sleep,
     Submit,
     UnloadAdapter,
@@ -86,6 +89,8 @@ class EngineClient(asyncio.Protocol):
         self.error: Failed | None = None  # why the engine died, if it could report it
         self.reason = ""  # why it is dead, for clients
         self.is_sleeping = False  # it has given up memory, or a part of it
+        self.is_paused = False  # it starts no step until it is resumed
+        self.weight_version = DEFAULT_VERSION
         self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
@@ -176,6 +181,28 @@ class EngineClient(asyncio.Protocol):
             self.num_sequences -= stream.num_running
         for id in ids:
             self._send(Abort(id))
+
+    def abort_requests(self, ids: Collection[str] | None) -> int:
+        """Have requests end with finish_reason abort, which their streams bring; how many there are.
+
+        ids: of requests that may run; None: of all
+        """
+        chosen = {each for each in self._streams.values() if ids is None or each.id in ids}
+        for id in [id for stream in chosen for id in stream.prompt_index if id in self._streams]:
+            self._send(Abort(id))
+        return len(chosen)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Have the engine start no step until `resume`; see `atom.runtime.engine.Engine.pause`."""
+        await self._ask(lambda id: Pause(id, mode, clear_cache))
+
+    async def resume(self) -> None:
+        """Have it go on."""
+        await self._ask(Resume)
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights that sample from now on."""
+        await self._ask(lambda id: SetWeightVersion(id, version))
 
     async def profile(self, *, starts: bool) -> str:
         """Start or stop the profiler; return the path of the trace. RequestError if that fails."""
@@ -286,8 +313,8 @@ class EngineClient(asyncio.Protocol):
                 self._step_seconds, self._stopped_ranks = step_seconds, stopped_ranks
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
-            case Done(id, result, error, is_internal, is_sleeping):
-                self.is_sleeping = is_sleeping
+            case Done(id, result, error, is_internal, is_sleeping, is_paused, weight_version):
+                self.is_sleeping, self.is_paused, self.weight_version = is_sleeping, is_paused, weight_version
                 answer, fault = self._asked.pop(id), AtomError(error) if is_internal else RequestError(error)
                 if not answer.done():
                     answer.set_exception(fault) if error else answer.set_result(result)

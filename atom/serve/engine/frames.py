@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from atom.config import Config
+from atom.runtime.metrics import DEFAULT_VERSION
 
 HEAD = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; a larger frame is an error
@@ -32,6 +33,8 @@ class Start(Message):
 
     config: Config
     replica: int = 0  # the engine's number among those of the server
+    is_paused: bool = False  # it starts no step until it is resumed, as the others do
+    weight_version: str = DEFAULT_VERSION  # the name of its weights
 
 
 class Frames(Generic[T]):

@@ -22,6 +22,7 @@ from functools import partial
 
 from atom.config import Config
 from atom.process.child_process import Process, end, exit_status, fork
+from atom.runtime.metrics import DEFAULT_VERSION
 from atom.serve.engine.frames import Start, encode
 
 READ_SECONDS = 1.0  # to read its last lines: another process may hold its stderr open
@@ -60,12 +61,14 @@ class EngineProcess:
         self.connection.close()  # here, if it is the other's
         return work(descriptor)
 
-    def configure(self, config: Config, replica: int = 0) -> None:
+    def configure(
+        self, config: Config, replica: int = 0, *, is_paused: bool = False, weight_version: str = DEFAULT_VERSION
+    ) -> None:
         """Send the configuration, once. replica: the engine's number"""
         if not self.is_configured:
             self.is_configured = True
             with contextlib.suppress(OSError):  # it is gone, which its client sees
-                self.connection.sendall(encode(Start(config, replica)))
+                self.connection.sendall(encode(Start(config, replica, is_paused, weight_version)))
 
     def relay(self, take: Callable[[str], object]) -> None:
         """Call `take` in a thread with each line of its stderr, also with those of before."""

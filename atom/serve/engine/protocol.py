@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from atom.runtime.metrics import EngineStats
-from atom.runtime.types import NO_OPTIONS, Logprobs, PrefixHit, RequestOptions
+from atom.runtime.metrics import DEFAULT_VERSION, EngineStats
+from atom.runtime.types import NO_OPTIONS, Logprobs, PrefixHit, RequestOptions, WeightSpan
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Frames, Message, Start
 
@@ -26,6 +26,27 @@ class Submit(Message):
 
 class Abort(Message):
     id: str
+
+
+class Pause(Message):
+    """Start no step until `Resume`; answered by a `Done` of the same id."""
+
+    id: str
+    mode: str  # abort | wait | keep
+    clear_cache: bool
+
+
+class Resume(Message):
+    """Go on; answered by the same message."""
+
+    id: str
+
+
+class SetWeightVersion(Message):
+    """Name the weights that sample from now on; answered by the same message."""
+
+    id: str
+    version: str
 
 
 class Profile(Message):
@@ -88,6 +109,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     prefill: float = 0.0  # seconds from its admission to its first token
     decode: float = 0.0  # seconds from there to its last
     num_preemptions: int = 0
+    weight_versions: list[WeightSpan] = []  # of the tokens
 
 
 class Admitted(msgspec.Struct, array_like=True, gc=False):
@@ -149,6 +171,8 @@ class Done(Message):
     error: str = ""
     is_internal: bool = False  # the error is nothing that an operator can mend; the engine's log has it
     is_sleeping: bool = False  # the engine, since; what fails half-way may leave it so
+    is_paused: bool = False  # the engine, since
+    weight_version: str = DEFAULT_VERSION  # the engine's, since
 
 
 class Beat(Message):
@@ -168,7 +192,10 @@ class Failed(Message):
     exit_code: int
 
 
-ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp | ResetPrefixCache | End
+ToEngine = (
+    Start | Submit | Abort | Pause | Resume | SetWeightVersion | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp
+    | ResetPrefixCache | End
+)  # fmt: skip
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
 
 

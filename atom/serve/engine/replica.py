@@ -20,6 +20,7 @@ from functools import partial
 
 from atom.config import Config
 from atom.process.liveness import read_vitals
+from atom.runtime.metrics import DEFAULT_VERSION
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import EngineProcess, describe_exit
 from atom.serve.engine.router import Load
@@ -60,6 +61,9 @@ class Replica:
         self._config, self._command = config, command  # of the next start
         self._process: EngineProcess | None = None
         self._stopped: list[str] = []  # its stopped processes, as last logged
+        self.is_paused = False  # its next start is, until it is resumed
+        self.weight_version = DEFAULT_VERSION  # of its next start
+        self.has_new_weights = False  # which no start reads: it is not started again
         self.has_long_step = False  # it has ended none for `heartbeat_seconds`, which has been logged
         self._started = started
         self._is_only = model is None and number == 0
@@ -71,8 +75,8 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it stays dead, since it has failed to serve too often."""
-        return self._num_failures >= MAX_FAILURES
+        """Whether it stays dead: it has failed to serve too often, or nobody has the weights that it had."""
+        return self._num_failures >= MAX_FAILURES or self.has_new_weights
 
     @property
     def pause(self) -> float:
@@ -99,7 +103,7 @@ class Replica:
         self._process = started or EngineProcess(self._command, is_piped=relay is not None)
         if relay is not None:
             self._process.relay(relay)
-        self._process.configure(self._config, self.number)
+        self._process.configure(self._config, self.number, is_paused=self.is_paused, weight_version=self.weight_version)
         await self.client.connect(self._process.connection)
 
     @property
@@ -113,12 +117,17 @@ class Replica:
 
     def renew(self) -> None:
         """Prepare the next start, after an end that was asked for."""
-        self.client = EngineClient(self._config)
+        self.weight_version, self.has_new_weights = DEFAULT_VERSION, False
+        self._renew_client()
         self._num_failures = self._num_deaths = 0
+
+    def _renew_client(self) -> None:
+        self.client = EngineClient(self._config)
+        self.client.is_paused, self.client.weight_version = self.is_paused, self.weight_version
 
     async def restart(self) -> None:
         self.num_restarts += 1
-        self.client = EngineClient(self._config)
+        self._renew_client()
         try:
             await self.start()
         except OSError as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from atom.config import Config
 from atom.errors import (
@@ -209,6 +209,34 @@ class Replicas:
                 raise fault
         return traces
 
+    def abort_requests(self, ids: Collection[str] | None) -> int:
+        """Have requests end with finish_reason abort, all with None; how many there are."""
+        return sum(each.client.abort_requests(ids) for each in self)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Have all engines start no step until `resume`; requests wait there. One that starts meanwhile does so too.
+
+        RequestError if one cannot; the others are paused.
+        """
+        serving = self._find_all_serving()
+        for each in self:
+            each.is_paused = True
+        await self._ask(serving, lambda client: client.pause(mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        """Have all engines go on."""
+        serving = self._find_all_serving()
+        for each in self:
+            each.is_paused = False
+        await self._ask(serving, EngineClient.resume)
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights of all engines."""
+        serving = self._find_all_serving()
+        for each in self:
+            each.weight_version = version
+        await self._ask(serving, lambda client: client.set_weight_version(version))
+
     async def sleep(self, level: int, mode: str) -> None:
         """Have all engines give up their memory. RequestError if one cannot; the others sleep."""
         await self._ask_all(lambda client: client.sleep(level, mode))
@@ -223,7 +251,10 @@ class Replicas:
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Ask all engines, and wait for all of them; then the first error is raised."""
-        done = await asyncio.gather(*map(ask, self._find_all_serving()), return_exceptions=True)
+        await self._ask(self._find_all_serving(), ask)
+
+    async def _ask(self, clients: list[EngineClient], ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+        done = await asyncio.gather(*map(ask, clients), return_exceptions=True)
         if fault := next((each for each in done if each is not None), None):
             raise fault
 
@@ -235,6 +266,17 @@ class Replicas:
     @property
     def is_sleeping(self) -> bool:
         return any(each.client.is_sleeping for each in self)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether all that serve are."""
+        serving = [each.client.is_paused for each in self if each.client.takes_requests]
+        return bool(serving) and all(serving)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights, of the first engine that serves; `set_weight_version` sets that of all."""
+        return next((each.client for each in self if each.client.takes_requests), self[0].client).weight_version
 
     def drain(self) -> None:
         """Accept no more requests."""
@@ -296,13 +338,13 @@ class Replicas:
         return error
 
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
-        """The loads of replicas that serve; of those that are not stopped, if any; of those awake; of those with room.
+        """The loads of replicas that serve; of those not stopped, if any; of those awake and not paused; with room.
 
         EngineDeadError if none serves.
         """
         serving = self._find_serving()
         going = [each for each in serving if not each.client.stopped] or serving
-        awake = [each for each in going if not each.client.is_sleeping] or going
+        awake = [each for each in going if not (each.client.is_sleeping or each.client.is_paused)] or going
         roomy = [each for each in awake if each.client.has_room(num_sequences, tenant)]
         return {each.number: each.load for each in roomy or awake}
 
@@ -316,8 +358,10 @@ class Replicas:
             self._router.forget(replica.number)
             fields = {"fields": {"reason": replica.client.reason, "exit": await replica.end_dead()}}
             if replica.has_failed:
-                what = f"{replica.name} has not come to serve in {MAX_FAILURES} starts in a row, and stays dead"
-                LOG.error("%s; the others serve", what, extra=fields)
+                why = f"has not come to serve in {MAX_FAILURES} starts in a row"
+                if replica.has_new_weights:
+                    why = "had weights that no file has"
+                LOG.error("%s %s, and stays dead; the others serve", replica.name, why, extra=fields)
                 return
             LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)
             await asyncio.sleep(replica.pause)

@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.config import Config
@@ -42,7 +42,7 @@ from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.process.child_process import end_children, end_group, limit_end
 from atom.process.gc_utils import no_collection, settle
 from atom.runtime.draft.speculation import DraftLog
-from atom.runtime.metrics import EngineStats
+from atom.runtime.metrics import DEFAULT_VERSION, EngineStats
 from atom.runtime.requests.inbox import Inbox, Urgent, Work
 from atom.runtime.step.guard import StepGuard
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
@@ -59,10 +59,13 @@ from atom.serve.engine.protocol import (
     LoadAdapter,
     Output,
     Outputs,
+    Pause,
     Profile,
     Ready,
     Refused,
     ResetPrefixCache,
+    Resume,
+    SetWeightVersion,
     Sleep,
     Submit,
     Tapped,
@@ -115,8 +118,19 @@ class Worker:
         step_seconds = 0.0 if began is None else time.monotonic() - began
         return Beat(stats, step_seconds=step_seconds, stopped_ranks=self._engine.stopped_ranks)
 
-    def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
+    def load(
+        self,
+        make: Callable[[], Engine],
+        device: str = "cpu",
+        *,
+        is_paused: bool = False,
+        weight_version: str = DEFAULT_VERSION,
+    ) -> None:
+        """Open the engine. is_paused: it starts no step until it is resumed"""
         self._engine = make()
+        self._engine.weight_version = weight_version
+        if is_paused:
+            self._engine.pause("keep")
         self._engine.grammars.try_open()  # waits for the thread that does: no request is held up by it later
         self._engine.watch(lambda error: self._inbox.put(functools.partial(_raise, error)))
         settle()
@@ -206,6 +220,12 @@ class Worker:
                 return lambda: self._count(work)
             case Abort(id):
                 return Urgent(lambda: self._abort(id))
+            case Pause(id, mode, clear_cache):
+                return lambda: self._answer(id, lambda: self._pause(mode, clear_cache=clear_cache))
+            case Resume(id):
+                return lambda: self._answer(id, self.engine.resume)
+            case SetWeightVersion(id, version):
+                return lambda: self._answer(id, lambda: self.engine.set_weight_version(version, self._go_on))
             case Profile(id, starts):
                 return lambda: self._answer(id, self.engine.start_profile if starts else self.engine.stop_profile)
             case LoadAdapter():
@@ -239,10 +259,18 @@ class Worker:
         self._inbox.put(go_on)
 
     def _abort(self, id: str) -> None:
-        if self._compiling.pop(id, None) is None:
-            self.engine.abort(id)
-        else:
-            self._grammars.drop(id)
+        message = self._compiling.pop(id, None)
+        if message is None:
+            return self.engine.abort(id)
+        self._grammars.drop(id)
+        end = Finish("abort", 0, 0, 0.0)
+        self._outputs += [Output(id, index, "", [], finish=end) for index in range(message.params.n)]
+
+    def _pause(self, mode: str, *, clear_cache: bool) -> None:
+        for id in list(self._compiling) if mode == "abort" else ():
+            self._abort(id)
+        self.engine.pause(mode, clear_cache=clear_cache, on_step=self._go_on)
+        self._send_outputs()  # ahead of the answer
 
     def _prepare_request(self, message: Submit) -> Work:
         def refuse(error: AtomError | None) -> None:
@@ -286,7 +314,8 @@ class Worker:
             done = Done(id, "", "internal error, the engine's log has it", is_internal=True)
         else:
             done = Done(id, "" if written is None else str(written))
-        done.is_sleeping = self.engine.is_sleeping
+        done.is_sleeping, done.is_paused = self.engine.is_sleeping, self.engine.is_paused
+        done.weight_version = self.engine.weight_version
         self._link.send(done)
 
     def _queue_output(self, output: RequestOutput) -> None:
@@ -310,6 +339,7 @@ class Worker:
                 first_token_at - admitted_at,
                 finished_at - first_token_at,
                 sequence.num_preemptions,
+                sequence.weight_versions if sequence.pooling is None else [],
             )
         made = Output(output.request_id, output.index, output.text, output.token_ids, output.logprobs or None, finish)
         if len(sequence.output) == len(output.token_ids):
@@ -400,7 +430,8 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
             prepare()
         finally:
             start = started.get()  # a failure reported before the HTTP process has sent this would be lost
-        worker.load(lambda: make(start, worker.progress), start.config.device)
+        state: dict[str, Any] = {"is_paused": start.is_paused, "weight_version": start.weight_version}
+        worker.load(lambda: make(start, worker.progress), start.config.device, **state)
         worker.run()
         worker.close(start.config.serve.http.drain_seconds)
     except AtomError as error:

@@ -45,7 +45,8 @@ LOG = logging.getLogger("atom.access")
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats", "/models/load", "/models/unload",
+    "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats", "/models/load", "/models/unload", "/pause",
+    "/resume", "/is_paused", "/abort_requests", "/update_weight_version", "/weight_info", "/get_world_size",
 )  # fmt: skip
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged

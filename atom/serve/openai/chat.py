@@ -19,11 +19,10 @@ from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
-from atom.serve.http.tapped import tapped_states
 from atom.serve.openai.breakpoints import breakpoints_of, mark_texts
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import effort_of, sampling_params
-from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json
+from atom.serve.openai.response import OpenAIResponder, finish_reason, last_fields, last_json
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import ChatParsers
@@ -130,7 +129,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
         if self.body.return_token_ids:
             fields["token_ids"] = choice.tokens
-        fields |= tapped_states(choice.taps)
+        fields |= last_fields(self.body, choice)
         return fields | {"finish_reason": "tool_calls" if answer.has_whole_calls else finish_reason(choice)}
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +172,7 @@ class Chat(OpenAIResponder[ChatRequest]):
         if self.body.return_token_ids:
             ids, self._held_tokens[index] = b',"token_ids":%s' % json.encode(self._held_tokens[index]), []
         if output.finish is not None:
-            ids += tapped_json(choice)
+            ids += last_json(self.body, choice)
         first, self._role_chunks[index] = self._role_chunks[index], b""
         parts = (first, self._head, index, delta, logprobs, ids, reason, self.tail())
         return b'%s%s%d,"delta":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

@@ -18,10 +18,9 @@ from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import Awake, body_route
 from atom.serve.http.errors import FieldError
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
-from atom.serve.http.tapped import tapped_states
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, sampling_params, split_inputs
-from atom.serve.openai.response import OpenAIResponder, finish_reason, tapped_json
+from atom.serve.openai.response import OpenAIResponder, finish_reason, last_fields, last_json
 from atom.serve.openai.schema import CompletionRequest
 
 
@@ -94,7 +93,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
         if body.return_token_ids:
             fields |= {"prompt_token_ids": self._prompts[choice.prompt_index], "token_ids": tokens}
-        fields |= tapped_states(choice.taps)
+        fields |= last_fields(body, choice)
         return fields | {"finish_reason": "length" if body.max_tokens == 0 else finish_reason(choice)}
 
     def usage(self, active: ActiveResponse) -> dict[str, Any]:
@@ -131,6 +130,6 @@ class Completion(OpenAIResponder[CompletionRequest]):
                 ids += b',"prompt_token_ids":%s' % json.encode(self._prompts[choice.prompt_index])
                 self._is_first[index] = False
         if choice.finish is not None:
-            ids += tapped_json(choice)
+            ids += last_json(self.body, choice)
         parts = (self._head, index, json.encode(text), logprobs, ids, reason, self.tail())
         return b'%s%d,"text":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

@@ -19,7 +19,7 @@ from atom.serve.http.sse import DONE, event
 from atom.serve.http.tapped import tapped_states
 from atom.serve.ids import new_id
 from atom.serve.openai.params import budget_field, find_constraint, request_options
-from atom.serve.openai.schema import Generation
+from atom.serve.openai.schema import CompletionRequest, Generation
 from atom.serve.prompt_parts import NOWHERE, Located
 
 Body = TypeVar("Body", bound=Generation)
@@ -91,10 +91,20 @@ class OpenAIResponder(Responder, Generic[Body]):
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
 
 
-def tapped_json(choice: Choice) -> bytes:
-    """The hidden states that a choice taps, ahead of other fields of its event."""
+def last_fields(body: Generation, choice: Choice) -> dict[str, Any]:
+    """The fields of a choice that are there once it has ended."""
     fields = tapped_states(choice.taps)
-    return b',"taps":%s' % json.encode(fields["taps"]) if fields else b""
+    if body.return_weight_versions and choice.finish is not None:
+        is_shown = not isinstance(body, CompletionRequest) or body.max_tokens != 0
+        spans = choice.finish.weight_versions if is_shown else []
+        fields["weight_versions"] = [each._asdict() for each in spans]
+    return fields
+
+
+def last_json(body: Generation, choice: Choice) -> bytes:
+    """The same ahead of other fields of its event."""
+    fields = last_fields(body, choice)
+    return b"," + json.encode(fields)[1:-1] if fields else b""
 
 
 def finish_reason(choice: Choice) -> str | None:

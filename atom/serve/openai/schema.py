@@ -280,6 +280,9 @@ class Sampling(Body):
     prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
 
+VERSIONS = "weight_versions of a choice: the names of the weights that have sampled its tokens"
+
+
 class Generation(Sampling):
     """The fields that completions and chats share."""
 
@@ -288,6 +291,7 @@ class Generation(Sampling):
     best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids next to the texts")
+    return_weight_versions: bool | None = Field(None, description=VERSIONS)
     truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     response_format: ResponseFormat | None = None
     regex: Text | None = Field(None, description="structured_outputs.regex")
@@ -698,6 +702,14 @@ class LoadAdapterRequest(Body):
 class UnloadAdapterRequest(Body):
     lora_name: Word = Field(min_length=1)
     lora_int_id: int | None = Field(None, description="ignored: the name counts")
+
+
+class AbortRequest(Body):
+    request_ids: List[Word] | None = Field(None, description="the `id` of each answer; all requests without any")
+
+
+class VersionRequest(Body):
+    new_version: Word = Field(description="the name of the weights")
 
 
 class DetokenizeRequest(Body):

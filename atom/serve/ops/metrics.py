@@ -87,6 +87,7 @@ GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
         lambda engine: engine.client.stats.scheduler.max_prompt_tokens,
     ),
     "engine_up": ("whether the engine serves, 1 or 0", is_up),
+    "engine_paused": ("whether it starts no step until /resume, 1 or 0", lambda engine: engine.client.is_paused),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "num_preemptions": (
@@ -149,7 +150,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
 }
 
-OURS = {*GAUGES, *COUNTERS} - VLLM_ENGINE  # those of engines that vLLM has not
+OURS = {*GAUGES, *COUNTERS, "weight_version_info"} - VLLM_ENGINE  # those of engines that vLLM has not
 
 
 class EngineCollector:
@@ -175,6 +176,7 @@ class EngineCollector:
         yield self._waiting()
         yield self._step_tokens()
         yield self._cache_config()
+        yield self._weights()
         if self._config.serve.enable_lora:
             yield self._adapters()
 
@@ -233,6 +235,15 @@ class EngineCollector:
         for engine in self._engines:
             values = [*of_all.values(), engine.client.num_blocks, engine.client.stats.num_host_blocks]
             family.add_metric([*self._values(labels, engine), *map(str, values)], 1)
+        return family
+
+    def _weights(self) -> Metric:
+        labels = self._labels("weight_version_info")
+        family = GaugeMetricFamily(
+            "atom:weight_version_info", "the name of the weights; 1", labels=[*labels, "version"]
+        )
+        for engine in self._engines:
+            family.add_metric([*self._values(labels, engine), engine.client.weight_version], 1)
         return family
 
     def _adapters(self) -> Metric:

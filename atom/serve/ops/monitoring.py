@@ -34,9 +34,10 @@ def routes(context: Context) -> APIRouter:
         """200 if requests are accepted, else 503; `state` is loading, ready, stopped, draining or dead.
 
         A stopped engine (SIGSTOP, a debugger) answers its requests once it continues; `stopped` names its processes.
-        While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `step_seconds`
-        once a step takes long. Of several engines, `engines` names each; one that serves is enough. Of several models,
-        `models` counts those of each state: one that sleeps, or has failed, does not keep the server from being ready.
+        While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `is_paused`
+        while all are paused, `step_seconds` once a step takes long. Of several engines, `engines` names each; one that
+        serves is enough. Of several models, `models` counts those of each state: one that sleeps, or has failed, does
+        not keep the server from being ready.
         """
         models = context.shared.models
         if models is not None and len(models) > 1:
@@ -48,6 +49,8 @@ def routes(context: Context) -> APIRouter:
             body["doing"] = context.doing
         if engines.is_sleeping:
             body["is_sleeping"] = True
+        if engines.is_paused:
+            body["is_paused"] = True
         body |= {"engines": list(map(describe_engine, engines))} if len(engines) > 1 else describe_pause(engines[0])
         return json_response(body, 200 if state is EngineState.READY else 503)
 
@@ -151,4 +154,6 @@ def describe_engine(engine: Replica) -> dict[str, Any]:
         body["doing"] = client.doing
     if client.is_sleeping:
         body["is_sleeping"] = True
+    if client.is_paused:
+        body["is_paused"] = True
     return body | describe_pause(engine) | ({"stays_dead": True} if engine.has_failed else {})

@@ -267,3 +267,22 @@ def test_heads_score_as_many_rows_in_each_group():
     pad_scored(steps)
     assert [[each.num_rows for each in step.scored] for step in steps] == [[5, 8]] * 3
     assert [[len(each.targets) for each in step.scored] for step in steps] == [[3, 8], [0, 0], [5, 0]]
+
+
+def test_no_group_admits_a_sequence_of_a_paused_scheduler():
+    scheduler = make_scheduler(max_num_seqs=1)
+    first, second, third = make("first", range(5)), make("second", range(10, 15)), make("third", range(20, 25))
+    scheduler.add(first)
+    scheduler.add(second)
+    commit(scheduler, scheduler.schedule())
+    scheduler.add(third)
+    scheduler.is_paused = True
+    assert scheduler.is_paused and all(group.is_paused for group in scheduler.groups)
+    while plan := scheduler.schedule().rows:
+        assert third not in [row.sequence for row in plan]
+        commit(scheduler, Plan(plan, len(plan)))
+    assert (first.finish_reason, second.finish_reason) == ("max_tokens", "max_tokens")
+    assert scheduler.num_waiting == 1 and not any(group.num_waiting for group in scheduler.groups)
+    scheduler.is_paused = False
+    run_to_end = scheduler.schedule()
+    assert [row.sequence for row in run_to_end.rows] == [third]

@@ -30,6 +30,7 @@ from atom.serve.engine.protocol import (
     End,
     Failed,
     Outputs,
+    Pause,
     Profile,
     Ready,
     Sleep,
@@ -271,6 +272,20 @@ def test_an_engine_that_is_to_end_while_a_sleep_waits_does_not_sleep_and_keeps_i
     assert not played.is_sleeping and played.answers() == [Done("s", "", "the engine is to end")]
     assert list(worker.engine.scheduler.sequences) == ["a-0", "b-0"] and not played.ends()
     assert worker.engine.scheduler.cache.fullest[0] == 1
+
+
+def test_what_a_pause_aborts_ends_ahead_of_its_answer_also_while_its_grammar_is_compiled():
+    two = SamplingParams(max_tokens=2, n=2, structured_outputs={"regex": "a"})
+    worker, played = play_sleeping(
+        Submit("b", [65], two), Pause("p", "abort", True), Submit("c", [65], two), Abort("c")
+    )
+    assert worker._run_inbox()
+    worker._send_outputs()
+    ends = [message for message in played.sent if isinstance(message, Outputs) and message.outputs]
+    assert played.sent.index(ends[-1]) > played.sent.index(done := Done("p", "", is_paused=True)), "c's"
+    assert played.sent.index(ends[0]) < played.sent.index(done)
+    assert played.ends() == {"a": ("abort", 1), "b": ("abort", 0), "c": ("abort", 0)}
+    assert not worker._compiling and worker.engine.is_paused
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ OPERATIONS = [
     "GET /.well-known/http-message-signatures-directory",
     "GET /debug/mtp_stats",
     "GET /docs",
+    "GET /get_world_size",
     "GET /health",
+    "GET /is_paused",
     "GET /is_sleeping",
     "GET /load",
     "GET /metrics",
@@ -27,19 +29,24 @@ OPERATIONS = [
     "GET /v1/models",
     "GET /v1/models/{name}",
     "GET /version",
+    "GET /weight_info",
+    "POST /abort_requests",
     "POST /classify",
     "POST /detokenize",
     "POST /models/load",
     "POST /models/unload",
+    "POST /pause",
     "POST /ping",
     "POST /pooling",
     "POST /rerank",
     "POST /reset_prefix_cache",
+    "POST /resume",
     "POST /score",
     "POST /sleep",
     "POST /start_profile",
     "POST /stop_profile",
     "POST /tokenize",
+    "POST /update_weight_version",
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/embeddings",
@@ -52,8 +59,8 @@ OPERATIONS = [
     "POST /v2/rerank",
     "POST /wake_up",
 ]
-BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
-            "POST /wake_up"}  # fmt: skip
+BODILESS = {"POST /pause", "POST /ping", "POST /reset_prefix_cache", "POST /resume", "POST /sleep", "POST /start_profile",
+            "POST /stop_profile", "POST /wake_up"}  # fmt: skip
 ALIASES = {"POST /v1/rerank", "POST /v1/score", "POST /v2/rerank"}  # of routes that are tried
 ELSEWHERE = {  # this server has no labels, /pooling is like embeddings, and others need the model that is loaded
     "POST /classify", "POST /pooling", "POST /models/load", "POST /models/unload",
@@ -77,6 +84,8 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/rerank": {"query": "Hello", "documents": ["there"]},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
+    "/abort_requests": {"request_ids": ["nobodys"]},
+    "/update_weight_version": {"new_version": "7"},
 }
 FREE = {  # fields whose values are good by themselves; of others, no schema says which go with which
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
@@ -130,8 +139,9 @@ def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, example
     asking.assert_generates(server)
 
 
-ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /server_info", "POST /reset_prefix_cache", "POST /sleep",
-                  "POST /start_profile", "POST /stop_profile", "POST /v1/load_lora_adapter",
+ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /get_world_size", "GET /is_paused", "GET /server_info",
+                  "GET /weight_info", "POST /abort_requests", "POST /pause", "POST /reset_prefix_cache",
+                  "POST /resume", "POST /sleep", "POST /update_weight_version", "POST /start_profile", "POST /stop_profile", "POST /v1/load_lora_adapter",
                   "POST /v1/unload_lora_adapter", "POST /wake_up"]  # fmt: skip
 
 

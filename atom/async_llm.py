@@ -17,12 +17,14 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from atom.assemble import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
@@ -39,7 +41,7 @@ from atom.embeddings import (
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.images.reader import ImageReader
-from atom.llm import answer
+from atom.llm import answer, read_update
 from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
     Prompt,
@@ -229,6 +231,29 @@ class AsyncLLMEngine:
 
     async def is_sleeping(self) -> bool:
         return self._engine.is_sleeping
+
+    async def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        """Prepare for a trainer that sends weights; see `LLMEngine.init_weight_transfer_engine`."""
+        await self._do(lambda: self._engine.init_weight_transfer(request.get("init_info", request)))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of several parts; requests wait until `finish_weight_update`."""
+        await self._do(lambda: self._engine.start_weight_update(self._inbox.do_urgent))
+
+    async def update_weights(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Tensor]],
+        *,
+        version: str | None = None,
+        keep_cache: bool = False,
+    ) -> None:
+        """Update weights in place, between two steps; see `LLMEngine.update_weights`."""
+        update, engine, on_step = read_update(tensors), self._engine, self._inbox.do_urgent
+        await self._do(lambda: engine.update_weights(update, version, keep_cache=keep_cache, on_step=on_step))
+
+    async def finish_weight_update(self, version: str | None = None, *, keep_cache: bool = False) -> None:
+        """Finish an update of several parts; see `LLMEngine.finish_weight_update`."""
+        await self._do(lambda: self._engine.finish_weight_update(version, keep_cache=keep_cache))
 
     async def get_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer, None without one."""

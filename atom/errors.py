@@ -10,6 +10,7 @@ The message says what happened, where, and what to do, in one line.
     ├── PassError          a pass produced a graph that its level does not allow
     ├── ArtifactError      a compiled artifact
     ├── CapacityError      memory
+    ├── WeightsIncompleteError  an update of weights has failed half-way: nothing is served
     └── EngineDeadError    the engine has stopped
 
 The first four are the user's to fix and end a command with 2, the others with 1. A server that cannot load its model
@@ -57,6 +58,10 @@ class ArtifactError(AtomError):
 
 class CapacityError(AtomError):
     pass
+
+
+class WeightsIncompleteError(AtomError):
+    """An update of weights has failed half-way, so that they are a mixture; nothing is served until it is repeated."""
 
 
 class EngineDeadError(AtomError):

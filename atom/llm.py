@@ -257,6 +257,8 @@ class LLMEngine:
             raise RequestError("the engine sleeps; call wake_up first")
         if self._engine.is_paused:
             raise RequestError("the engine is paused; call resume_generation first")
+        if self._engine.is_updating:
+            raise RequestError("the weights are being updated; call finish_weight_update first")
 
     def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
@@ -399,6 +401,39 @@ class LLMEngine:
     def is_sleeping(self) -> bool:
         return self._engine.is_sleeping
 
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        """Prepare for a trainer that sends weights, by the name and with the fields of vLLM's engine.
+
+        request: {"init_info": {…}}, or the inner mapping, of `atom.weights.transfers.InitInfo`; waits for the trainer
+          if it has an address for NCCL. RequestError if that does not come
+        """
+        self._engine.init_weight_transfer(request.get("init_info", request))
+
+    def start_weight_update(self) -> None:
+        """Begin an update of several parts: no step runs until `finish_weight_update`."""
+        self._engine.start_weight_update()
+
+    def update_weights(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: str | None = None,
+        keep_cache: bool = False,
+    ) -> None:
+        """Update weights in place, all or some; see `atom.runtime.engine.Engine.update_weights`.
+
+        tensors: by the names that transformers or the checkpoint has them by; or how another process sends them:
+          {"update_info": {…}}, or the inner mapping, of `atom.weights.transfers.UpdateInfo`
+        version: a name of the weights; None: the number of updates so far
+        keep_cache: keep the KV that the old weights have computed
+        """
+        self._need_own_process()
+        self._engine.update_weights(read_update(tensors), version, keep_cache=keep_cache)
+
+    def finish_weight_update(self, version: str | None = None, *, keep_cache: bool = False) -> None:
+        """Finish an update of several parts; version and keep_cache as of `update_weights`."""
+        self._engine.finish_weight_update(version, keep_cache=keep_cache)
+
     def start_profile(self) -> None:
         """Trace the following steps. ConfigError without serve.torch_profiler_dir, RequestError while a trace runs."""
         self._engine.start_profile()
@@ -425,6 +460,15 @@ class LLMEngine:
         if self.config.device != "cpu":
             gc.collect()  # the engine's parts reference each other
             torch.cuda.empty_cache()
+
+
+def read_update(tensors: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """What `Engine.update_weights` takes: pairs of names and tensors, or what tells where they are."""
+    if not isinstance(tensors, Mapping):
+        return list(tensors)
+    found = tensors.get("update_info", tensors)
+    is_info = isinstance(found, Mapping) and "names" in found and not isinstance(found["names"], torch.Tensor)
+    return found if is_info else list(found.items())
 
 
 class _Closed:

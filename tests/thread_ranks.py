@@ -116,7 +116,8 @@ class ThreadRanks:
             )
             assemble.gather_kv_scales(scales, exchange)
             self.refusals[rank - 1].put("")
-            own = Rank(runner, Profiler(None), adapters, self.refusals[rank - 1].put)
+            weights = assemble.open_rank_weights(compiled.graph, tensors, config, rank)
+            own = Rank(runner, Profiler(None), adapters, weights, self.refusals[rank - 1].put)
             while (step := steps.get()) is not None:
                 started = own.take(step)
                 if rank in self.answers and started is not None:

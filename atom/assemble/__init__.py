@@ -14,6 +14,7 @@ from atom.assemble.kv_scales import gather_kv_scales, set_kv_scales
 from atom.assemble.loading import load_weights, open_checked
 from atom.assemble.ranks import RankOpening, compare_ranks, describe_rank
 from atom.assemble.runner import open_runner
+from atom.assemble.weight_updates import open_rank_weights
 
 __all__ = [
     "RankOpening",
@@ -33,6 +34,7 @@ __all__ = [
     "open_adapters",
     "open_checked",
     "open_engine",
+    "open_rank_weights",
     "open_runner",
     "plan_stages",
     "refuse_act",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from atom.assemble.report import report_engine, report_host_tables, report_unuse
 from atom.assemble.runner import open_runner
 from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_scheduler
 from atom.assemble.sleep import open_sleeper, stable_memories
+from atom.assemble.weight_updates import open_updates
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
 from atom.checkpoint import CheckedProgress, Checkpoint, Progress, stop_ids
@@ -136,6 +137,14 @@ def open_engine(
             classifier=read_classifier(config),
             images=of_requests,
             registered=Registered(config.passes.taps, list(config.passes.steer), config.model.layer_shape),
+            weights=open_updates(
+                graph,
+                model.tensors,
+                config,
+                model.rename,
+                driver,
+                is_one_host=placement is None or placement.is_one_host,
+            ),
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")
@@ -157,6 +166,7 @@ class LoadedModel(NamedTuple):
     store: ScaleStore
     plan: ScalePlan
     stored: list[str]  # descriptions of the weights' files
+    rename: Callable[[str], str | None]  # the name that a tensor of transformers' whole model has in the checkpoint
     memories: tuple[StableMemory, StableMemory] | tuple[None, None]  # of an engine that sleeps: for weights, for KV
 
 
@@ -211,7 +221,19 @@ def load_model(
         plan = plan_kv_scales(store, vocabulary, is_random=config.load_dummy)
         stored = describe_weights(config, checkpoint)
     return LoadedModel(
-        config, compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories
+        config,
+        compiled,
+        ranks,
+        tensors,
+        adapters,
+        vocabulary,
+        grammars,
+        scales,
+        store,
+        plan,
+        stored,
+        checkpoint.name_of,
+        memories,
     )
 
 

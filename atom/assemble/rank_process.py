@@ -33,6 +33,7 @@ from atom.assemble import (
     load_weights,
     open_adapters,
     open_checked,
+    open_rank_weights,
     open_runner,
     set_kv_scales,
 )
@@ -48,10 +49,11 @@ from atom.runtime.ranks.driver import WAIT
 from atom.runtime.ranks.links import RankLink
 from atom.runtime.step.input import StepInput
 from atom.runtime.step.runner import Pending, Runner
-from atom.runtime.types import BlockCopies, LoadAdapter, Profile
+from atom.runtime.types import BlockCopies, ChangeWeights, LoadAdapter, Profile
+from atom.runtime.weight_updates import RankWeights
 from atom.weights.lora import LoraWeights
 
-DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | LoadAdapter | Profile)
+DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | ChangeWeights | LoadAdapter | Profile)
 
 
 def main(link: RankLink) -> None:
@@ -106,11 +108,12 @@ class Rank:
     runner: Runner
     profiler: Profiler
     adapters: LoraWeights | None  # None: the model is served without any
+    weights: RankWeights
     done: Callable[[str], object]  # answers what the driver waits for: why it was refused, or nothing
     pending: deque[Pending] = field(default_factory=deque)  # steps that were not started to their end
 
     def take(self, body: bytes) -> Pending | None:
-        """Handle a message of the driver: a step, copies, a wait, a profiler's start or stop, or an adapter.
+        """Handle a message of the driver: a step, copies, a wait, a profiler's start or stop, an adapter, or weights.
 
         Returns the step that was started to its end, if any.
         """
@@ -123,6 +126,9 @@ class Rank:
                 return None
             case LoadAdapter() as message:
                 self.done(self._load(message))
+                return None
+            case ChangeWeights() as message:
+                self.done(self.weights.take(message))
                 return None
             case StepInput() as step:
                 self.pending.append(self.runner.execute(step))
@@ -187,6 +193,7 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
     settle()
     serve = config.serve
     profiler = Profiler(serve.torch_profiler_dir, rank=opening.rank, is_detailed=serve.profiler_more)
-    return Rank(runner, profiler, adapters, link.done), opening.rank in mesh.reporters(
+    weights = open_rank_weights(compiled.graph, tensors, config, opening.rank)
+    return Rank(runner, profiler, adapters, weights, link.done), opening.rank in mesh.reporters(
         has_taps=runner.model.num_taps > 0
     )

@@ -73,6 +73,10 @@ class Checkpoint(ABC):
     tensors: Mapping[str, StoredTensor]  # by hub name; empty if only the config is there
     reading: str = ""  # what the tensors depend on besides the files
 
+    def name_of(self, name: str) -> str | None:
+        """The name that a tensor of transformers' whole model has here; None if it is none of the text's."""
+        return name
+
     def names(self) -> Collection[str]:
         """The names of its tensors; without its weights too, if an index or the hub says them."""
         return self.tensors.keys()

@@ -79,12 +79,17 @@ class FolderCheckpoint(Checkpoint):
         stored = read_headers(folder) if weights else {}
         if reads_more(self.config):
             stored = {ours: entry for name, entry in stored.items() if (ours := self._name_of(name)) is not None}
-        if self._has_no_head(stored):
+        self._is_inner = self._has_no_head(stored)
+        if self._is_inner:
             stored = {f"model.{name}": entry for name, entry in stored.items()}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
         if "sentence_transformers" in self.config or is_classifier(self.config):
             self.config = as_decoder(self.config, self._stored_names())
+
+    def name_of(self, name: str) -> str | None:
+        ours = self._name_of(name) if reads_more(self.config) else name
+        return f"model.{ours}" if ours is not None and self._is_inner else ours
 
     def names(self) -> Collection[str]:
         names = self._stored_names()

@@ -31,6 +31,9 @@ class JoinedCheckpoint(Checkpoint):
         self.tensors: Mapping[str, StoredTensor] = {**checkpoint.tensors, **others}
         self._others = others.keys()
 
+    def name_of(self, name: str) -> str | None:
+        return self._checkpoint.name_of(name)
+
     def read(self, name: str) -> memoryview:
         checkpoint, stored = self._find(name)
         return checkpoint.read(stored)

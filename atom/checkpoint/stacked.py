@@ -39,6 +39,9 @@ class StackedCheckpoint(Checkpoint):
         self._stored, self._parts = stored, parts
         self.reading = f"{stored.reading} {sorted(parts.items())}"
 
+    def name_of(self, name: str) -> str | None:
+        return self._stored.name_of(name)
+
     def read(self, name: str) -> memoryview:
         if name not in self.tensors:
             raise CheckpointError(f"{self.location} has no tensor {name}")

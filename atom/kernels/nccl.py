@@ -74,6 +74,7 @@ class Library:
         self.all_reduce = self._find("ncclAllReduce", pointer, pointer, size, number, *ends)
         self.all_gather = self._find("ncclAllGather", pointer, pointer, size, *ends)
         self.reduce_scatter = self._find("ncclReduceScatter", pointer, pointer, size, number, *ends)
+        self.broadcast = self._find("ncclBroadcast", pointer, pointer, size, number, *ends)
         self.send = self._find("ncclSend", pointer, size, number, *ends)
         self.receive = self._find("ncclRecv", pointer, size, number, *ends)
         self.abort = self._find("ncclCommAbort", pointer)

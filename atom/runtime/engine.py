@@ -16,17 +16,19 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
+from torch import Tensor
 
-from atom.errors import AtomError, RequestError
+from atom.errors import AtomError, RequestError, WeightsIncompleteError
 from atom.runtime.images.placeholders import hide_placeholders, without_placeholders
 from atom.runtime.images.request_images import RequestImages
 from atom.runtime.kv.files import KVFiles
@@ -59,7 +61,9 @@ from atom.runtime.types import (
     StreamCallback,
     WeightSpan,
 )
+from atom.runtime.weight_updates import WeightUpdates
 from atom.sampling_params import SamplingParams
+from atom.weights.transfers import UpdateInfo
 
 FETCH_SECONDS = 0.01  # to wait for files, if there is no other work, before messages are read again
 
@@ -85,6 +89,7 @@ class Engine:
         classifier: npt.NDArray[np.float32] | None = None,
         images: RequestImages | None = None,
         registered: Registered | None = None,
+        weights: WeightUpdates | None = None,
     ) -> None:
         """
         runner: executes steps
@@ -102,6 +107,7 @@ class Engine:
         classifier: [C, H], scores labels by the last hidden state; None: the model has no labels
         images: those of requests; None: it takes none
         registered: what requests may tap, and steer by; None: nothing
+        weights: updates the weights; None: they stay what they are
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -111,7 +117,7 @@ class Engine:
         self._ranks = ranks
         self._files, self._keep = files, keep
         self._classifier, self._images, self._registered = classifier, images, registered or Registered()
-        self._loras, self._sleeper = loras, sleeper
+        self._loras, self._sleeper, self._weights = loras, sleeper, weights
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
@@ -129,13 +135,24 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        has_requests = self.scheduler.has_work and not (self.is_paused or self.is_sleeping)
+        is_held = self.is_paused or self.is_sleeping or self.is_updating
+        has_requests = self.scheduler.has_work and not is_held
         return has_requests or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether its memory is released: requests wait."""
         return self._sleeper is not None and self._sleeper.is_sleeping
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights has been started and not finished: requests wait."""
+        return self._weights is not None and self._weights.is_open
+
+    @property
+    def weights_fault(self) -> str:
+        """Why nothing is served: an update of the weights has failed half-way. "": they are whole."""
+        return "" if self._weights is None else self._weights.fault
 
     @property
     def loras(self) -> Loras:
@@ -158,6 +175,7 @@ class Engine:
         request_id: str | None = None,
     ) -> list[Sequence]:
         """Make the n sequences of a request, nothing queued yet. RequestError if it cannot be served."""
+        self._need_whole_weights()
         lora = None if options.adapter is None else self.loras.find(options.adapter)
         salt = options.salt if lora is None else hashlib.sha256(lora.digest + options.salt).digest()
         steering = self._registered.scales_of(options.steer)
@@ -223,6 +241,7 @@ class Engine:
 
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
         """Queue the sequences of `prepare`; the request's id. RequestError if another request runs under it."""
+        self._need_whole_weights()
         first = sequences[0]
         if first.request_id in self._requests:
             raise RequestError(f"the request id {first.request_id} is in use, choose another")
@@ -290,7 +309,10 @@ class Engine:
         with self._halt(mode, on_step):
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()
+            drops_weights = level == 2 and sleeper.has_weights
             sleeper.sleep(level)
+            if drops_weights and self._weights is not None:
+                self._weights.reload()
 
     def wake_up(self, tags: List[str] | None = None) -> None:
         """Take the memory again, or first a part of it: weights, kv_cache. CapacityError if there is too little."""
@@ -343,6 +365,99 @@ class Engine:
         with self._between_steps(on_step):
             self.scheduler.drop_kv()
 
+    def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Prepare for a trainer that sends weights, see `atom.weights.transfers.InitInfo`.
+
+        It waits for the trainer, if that sends by NCCL. RequestError if it does not come, or cannot be served.
+        """
+        self._need_updates().init(init_info)
+
+    def start_weight_update(self, on_step: Callable[[], object] = lambda: None) -> None:
+        """Begin an update of several parts: no step runs until `finish_weight_update`, requests wait.
+
+        on_step: called after each step until then
+        """
+        updates = self._need_updates()
+        with self._between_steps(on_step):
+            updates.start()
+        self._is_halted = True
+
+    def update_weights(
+        self,
+        update: Mapping[str, Any] | List[tuple[str, Tensor]],
+        version: str | None = None,
+        *,
+        keep_cache: bool = False,
+        on_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Update weights in place, between two steps; running requests go on with the new ones.
+
+        RequestError names a tensor that does not fit, and nothing has changed. WeightsIncompleteError: it failed
+        half-way; all requests end with an error, and no other is served until all that it named has been updated.
+
+        update: tensors by the names that a checkpoint has them by, or as `atom.weights.transfers.UpdateInfo` has it
+          where they are; all of the update, or a part of one that was started
+        version, keep_cache: as in `finish_weight_update`, of an update that was not started
+        on_step: called after each step until then
+        """
+        updates = self._need_updates()
+        info = UpdateInfo.read(update) if isinstance(update, Mapping) else None
+        if info is not None:
+            version, keep_cache = info.version if version is None else version, keep_cache or info.keep_cache
+        with self._between_steps(on_step):
+            is_whole = not updates.is_open
+            with self._ending_requests():
+                updates.add(info or list(update))  # type: ignore[arg-type]
+            if is_whole:
+                self._use_weights(version, keep_cache=keep_cache)
+
+    def finish_weight_update(self, version: str | None = None, *, keep_cache: bool = False) -> None:
+        """Finish an update of several parts; requests go on. WeightsIncompleteError as of `update_weights`.
+
+        version: a name of the weights; None: the number of updates so far
+        keep_cache: keep the KV that the old weights have computed, also of running requests; else it is forgotten, and
+          requests that go on compute theirs again
+        """
+        updates = self._need_updates()
+        try:
+            with self._ending_requests():
+                updates.finish()
+            self._use_weights(version, keep_cache=keep_cache)
+        finally:
+            self._let_go()
+
+    def _use_weights(self, version: str | None, *, keep_cache: bool) -> None:
+        """Sample with the weights of an update that has ended."""
+        assert self._weights is not None, "it has ended"
+        if not keep_cache:
+            self.scheduler.drop_kv()
+        self._name_weights(str(self._weights.num_updates) if version is None else version)
+
+    @contextmanager
+    def _ending_requests(self) -> Iterator[None]:
+        """End all requests with an error if an update of the weights fails half-way."""
+        try:
+            yield
+        except WeightsIncompleteError as error:
+            for sequence in list(self.scheduler.sequences.values()):
+                self._fail(sequence, error)
+            self.scheduler.drop_kv()
+            self._let_go()
+            raise
+
+    def _need_updates(self) -> WeightUpdates:
+        if self._weights is None:
+            raise RequestError("the weights of this engine cannot be updated")
+        if self._files is not None:
+            raise RequestError("KV in files outlives weights: leave serve.kv_cache_dir out to update them")
+        if self._sleeper is not None and not self._sleeper.has_weights:
+            raise RequestError("the engine sleeps, without weights: wake_up with tags=weights takes their memory again")
+        return self._weights
+
+    def _need_whole_weights(self) -> None:
+        if fault := self.weights_fault:
+            raise WeightsIncompleteError(fault)
+
     def _name_weights(self, version: str) -> None:
         for sequence in self.scheduler.sequences.values():
             self._end_span(sequence)
@@ -382,8 +497,9 @@ class Engine:
             self._is_halted = was_halted
 
     def _let_go(self) -> None:
-        """Start steps again, unless the engine is paused or sleeps."""
-        self.scheduler.is_paused = self._is_halted = self.is_paused or self.is_sleeping
+        """Start steps again, unless the engine is paused, sleeps or is updated."""
+        self._is_halted = self.is_paused or self.is_sleeping or self.is_updating
+        self.scheduler.is_paused = self._is_halted
 
     def _step_while(self, goes_on: Callable[[], object], on_step: Callable[[], object]) -> None:
         while goes_on():
@@ -434,6 +550,7 @@ class Engine:
             num_image_hits=0 if images is None else images.num_hits,
             num_read_blocks=0 if self._files is None else self._files.num_read,
             num_written_blocks=0 if self._files is None else self._files.num_written,
+            weights_fault=self.weights_fault,
         )
 
     def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:

@@ -68,6 +68,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_encoded_images: int = 0  # since the start, each time that one was encoded
     num_encoded_patches: int = 0  # of these
     num_image_hits: int = 0  # images that prompts reached and that were encoded already, since the start
+    weights_fault: str = ""  # why nothing is served: an update of the weights failed half-way
 
     def count_step(self, num_tokens: int) -> None:
         """Count a step by its tokens; `step_sizes` ends with those beyond STEP_TOKENS."""

@@ -395,6 +395,14 @@ class LoadAdapter(msgspec.Struct, tag=True):
     digest: bytes
 
 
+class ChangeWeights(msgspec.Struct, tag=True):
+    """Makes a rank take part in an update of the weights, see `atom.runtime.weight_updates`."""
+
+    action: str  # init | open | apply | finish | close
+    info: bytes = b""  # of init and open as they came, of apply the names of the tensors
+    is_whole: bool = False  # open and apply: the only part of an update
+
+
 class SwapCosts(NamedTuple):
     """The time to load KV from host memory, and to compute it."""
 

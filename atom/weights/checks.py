@@ -39,16 +39,21 @@ def check_stored(recipes: Iterable[Recipe], stored: Mapping[str, StoredTensor]) 
             f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
         )
     for name, type in needed.items():
-        shape, dtype, blocks = stored[name].shape, stored[name].dtype, stored[name].blocks
-        if type.dtype == "u8" and blocks is not None:
-            shape, dtype = blocks, "u8"
-        if type.dtype == "u8" and dtype in BYTES:
-            dtype = "u8"
-        if not _is_same_shape(shape, type):
-            raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
-        if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):
-            raise CheckpointError(f"tensor {name} is {dtype}, the model expects {type.dtype}; is its scale missing?")
+        check_tensor(name, stored[name], type)
     return needed
+
+
+def check_tensor(name: str, stored: StoredTensor, type: Type) -> None:
+    """Check that a stored tensor has the shape and the dtype that a recipe reads."""
+    shape, dtype, blocks = stored.shape, stored.dtype, stored.blocks
+    if type.dtype == "u8" and blocks is not None:
+        shape, dtype = blocks, "u8"
+    if type.dtype == "u8" and dtype in BYTES:
+        dtype = "u8"
+    if not _is_same_shape(shape, type):
+        raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
+    if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):
+        raise CheckpointError(f"tensor {name} is {dtype}, the model expects {type.dtype}; is its scale missing?")
 
 
 def check_surplus(needed: Collection[str], stored: Iterable[str], ignore: Iterable[str] = ()) -> None:

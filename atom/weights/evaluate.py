@@ -39,6 +39,7 @@ from atom.graph.recipe_contents import packed_while_loading
 from atom.graph.recipe_ranges import narrow
 from atom.graph.unpack import unpack
 from atom.kernels.host_memory import HostTensor
+from atom.weights.arrived import ArrivedTensors, as_bytes
 from atom.weights.repack import repack
 from atom.weights.rope import rope_freqs
 
@@ -174,6 +175,8 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
 
 
 def _stored(leaf: W, checkpoint: Checkpoint) -> Tensor:
+    if isinstance(checkpoint, ArrivedTensors) and (arrived := checkpoint.find(leaf.name)) is not None:
+        return as_bytes(arrived) if leaf.type.dtype == "u8" else arrived
     name, stored = leaf.name, checkpoint.tensors[leaf.name]
     if stored.blocks is not None and leaf.type.dtype == "u8":
         return torch.frombuffer(checkpoint.read_blocks(name), dtype=torch.uint8)

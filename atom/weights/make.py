@@ -92,7 +92,7 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
     if isinstance(recipe, Shuffle):
         return _shuffled(recipe, source, device)
     if recipe.type.fmt is not None:
-        return _packed(recipe, source, device)
+        return pack(recipe, source, device)
     return _fill(recipe, _empty(recipe.type, device), source)
 
 
@@ -106,11 +106,11 @@ def _on_host(recipe: Host, source: WeightSource, device: str) -> HostTensor:
     return made
 
 
-def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
+def pack(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
     if isinstance(recipe, Cat | Regroup | Slice) and any(packed_while_loading(recipe)) and not source.is_random:
         parts_of_it = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
-        joined = [_packed(part, source, device) for part in parts_of_it]
+        joined = [pack(part, source, device) for part in parts_of_it]
         source.flush()
         return _joined(recipe, joined)
     parts = source.find(recipe)
@@ -163,26 +163,33 @@ def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> Pack
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout, part by part, so that not all experts are in memory twice."""
-    part, parts = recipe.part, layout_units(recipe)
-    is_whole = len(part.type.shape) == 2 or parts[0] is part
-    made: list[Tensor | LaidOut | PackedWeight] = []
-    if part.type.fmt is not None:
-        for each in parts:
-            made.append(_laid_out(Shuffle(each, recipe.layout), source, device))
-        return made[0] if is_whole else made
-    plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
-    for each in parts:
-        _fill(each, plain, source)
-        source.flush()
-        made.append(shuffle(plain if is_whole else plain.view(plain.shape[-2:]), recipe.layout))
+    units = layout_units(recipe)
+    is_whole = units[0] is recipe.part
+    plain = _empty(units[0].type, device) if recipe.type.fmt is None else None  # one buffer, to avoid fragmentation
+    made = [lay_out(each, recipe.layout, source, device, is_whole=is_whole, plain=plain) for each in units]
     return made[0] if is_whole else made
+
+
+def lay_out(
+    unit: Recipe, layout: str, source: WeightSource, device: str, *, is_whole: bool, plain: Tensor | None = None
+) -> Tensor | LaidOut | PackedWeight:
+    """Make one of `layout_units` in a kernel's layout.
+
+    is_whole: it is all of the tensor
+    plain: is written over, of the unit's plain type; None: it is allocated
+    """
+    if unit.type.fmt is not None:
+        return _laid_out(Shuffle(unit, layout), source, device)
+    plain = _fill(unit, _empty(unit.type, device) if plain is None else plain, source)
+    source.flush()
+    return shuffle(plain if is_whole else plain.view(plain.shape[-2:]), layout)
 
 
 def _laid_out(recipe: Shuffle, source: WeightSource, device: str) -> Tensor | LaidOut | PackedWeight:
     """Make a packed weight in a kernel's layout, or map it if an earlier start has kept it."""
     if source.packed and (mapped := source.packed.map(recipe)) is not None:
         return mapped
-    packed = _packed(recipe.part, source, device)
+    packed = pack(recipe.part, source, device)
     source.flush()
     made = shuffle(packed, recipe.layout)
     if source.packed and isinstance(made, LaidOut):
@@ -192,21 +199,27 @@ def _laid_out(recipe: Shuffle, source: WeightSource, device: str) -> Tensor | La
 
 def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
     for part, target in split_recipe(recipe, tensor):
-        if (rounded := _rounded(part, source, str(target.device))) is not None:
-            target.copy_(rounded)
-        elif isinstance(part, Full):
+        if isinstance(part, Full):
             target.fill_(part.value)
         elif lora_stack_of(part) is not None:
             target.zero_()
         else:
-            source.fill(part, target)
+            fill_part(part, target, source)
     return tensor
+
+
+def fill_part(part: Recipe, target: Tensor, source: WeightSource) -> None:
+    """Fill a target with a part of a recipe, see `split_recipe`, that is made of stored tensors."""
+    if (rounded := _rounded(part, source, str(target.device))) is not None:
+        target.copy_(rounded)
+    else:
+        source.fill(part, target)
 
 
 def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
     """A plain tensor, or a range of one, that is packed and unpacked again; None if a recipe is none."""
     if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
-        packed = _packed(recipe.part, source, device)
+        packed = pack(recipe.part, source, device)
         source.flush()
         return packed.unpack()
     if isinstance(recipe, Slice) and (whole := _rounded(recipe.part, source, device)) is not None:

@@ -1,4 +1,4 @@
-"""Sources of weights: mapped files or random numbers; for a GPU, `stream.py`.
+"""Sources of weights: mapped files, tensors that arrive, random numbers; files for a GPU are in `stream.py`.
 
 tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
 """
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint
-from atom.graph import Recipe
+from atom.graph import Recipe, Repack, Repeat
 from atom.graph.recipes import leaves
+from atom.weights.arrived import ArrivedTensors, OnHost
 from atom.weights.calibration import Calibration
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.packed_store import PackedStore
@@ -59,6 +60,23 @@ class MappedSource(WeightSource):
         self._advance(target.nbytes)
 
 
+class ArrivedSource(WeightSource):
+    """Copies from tensors in memory, maybe on the device; computes on the CPU what other sources compute there"""
+
+    def __init__(self, arrived: ArrivedTensors) -> None:
+        self._arrived, self._on_host = arrived, OnHost(arrived)
+
+    def fill(self, part: Recipe, target: Tensor) -> None:
+        source = self._on_host if is_computed(part) else self._arrived
+        copy(part, target, lambda plain: view(plain, source))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget tensors that nothing reads any more."""
+        dropped = list(names)
+        self._on_host.drop(dropped)
+        self._arrived.drop(dropped)
+
+
 class RandomSource(WeightSource):
     """Draws from normal(0, 0.02) on the device, in the order of the recipes; whole numbers are 0.
 
@@ -77,3 +95,8 @@ class RandomSource(WeightSource):
             target.normal_(0.0, 0.0002 if is_bias else 0.02, generator=self._generator)
         else:
             target.zero_()  # of indices, which must stay within bounds
+
+
+def is_computed(part: Recipe) -> bool:
+    """Whether a part is more than numbers of a stored tensor, converted and moved."""
+    return next(leaves(part)).type.fmt is not None or isinstance(part, Repack | Repeat)

@@ -29,10 +29,10 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.checkpoint.files import open_file
 from atom.errors import CheckpointError
-from atom.graph import Apply, LearnedFreqs, Recipe, Repack, Repeat, Shift
+from atom.graph import Apply, LearnedFreqs, Recipe, Shift
 from atom.graph.recipes import leaves
 from atom.weights.evaluate import Loaded, copy, view
-from atom.weights.sources import WeightSource
+from atom.weights.sources import WeightSource, is_computed
 
 MAX_READERS = 8  # threads
 READER_BUFFERS = 2  # for each reader: one is read into while the other is copied
@@ -139,8 +139,7 @@ class StreamedSource(WeightSource):
     def _cut_transfers(self, part: Recipe, target: Tensor) -> Iterator[Transfer]:
         """Cut a part into transfers that fit a buffer; files are left open."""
         leaf = next(leaves(part))
-        is_computed = leaf.type.fmt is not None or isinstance(part, Repack | Repeat)
-        file_range = None if is_computed else self._checkpoint.locate(leaf.name)
+        file_range = None if is_computed(part) else self._checkpoint.locate(leaf.name)
         if file_range is None:
             yield Transfer(part, target)
             return

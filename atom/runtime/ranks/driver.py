@@ -9,7 +9,7 @@ The first rank of each group returns what its group sampled; of further stages, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from atom.runtime.profiler import Profiler
 from atom.runtime.ranks.links import Ranks
 from atom.runtime.step.input import Capacity, StepInput
 from atom.runtime.step.runner import Pending, Runner
-from atom.runtime.types import BlockCopies, LoadAdapter, Profile, Sampled
+from atom.runtime.types import BlockCopies, ChangeWeights, LoadAdapter, Profile, Sampled
 
 WAIT = b""  # sent in place of a step: finish the oldest one
 FAULT_SECONDS = 1.0  # to learn which rank has ended, after a collective has failed
@@ -73,6 +73,12 @@ class Driver:
         self._send_all(msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest)))
         if refused := self._ranks.wait():
             raise RequestError("; ".join(refused))
+
+    def change_weights(self, message: ChangeWeights, own: Callable[[], None]) -> list[str]:
+        """Have the other ranks take part in an update, while `own` does here; why some have failed."""
+        self._send_all(msgspec.msgpack.encode(message))
+        own()
+        return self._ranks.wait()
 
     def check(self) -> None:
         """Raise why the ranks cannot go on, if they cannot."""

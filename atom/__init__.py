@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PassError,
         RequestError,
         UnsupportedError,
+        WeightsIncompleteError,
     )
     from atom.llm import LLMEngine
     from atom.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "UnsupportedError",
+    "WeightsIncompleteError",
 ]
 
 # the others live in atom.errors

@@ -20,7 +20,6 @@ engine takes what vLLM's takes, so that vLLM's own trainer classes can send to i
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -28,9 +27,11 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from atom.errors import RequestError
 from atom.kernels.broadcast import BroadcastGroup, join
+from atom.process.pickles import write_pickle
 from atom.weights.shared_file import describe_tensors, write_shared
 from atom.weights.transfers import BUFFER_BYTES, UpdateInfo, cut_buffers
 
@@ -65,13 +66,14 @@ class IpcWeights:
         self.json_update_info: dict[str, Any] = {}  # the same for HTTP
 
     def __enter__(self) -> IpcWeights:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         torch.cuda.synchronize()  # they are what they are to be
-        handles = [{uuid_of(tensor): reduce_tensor(tensor)[1]} for _, tensor in self._tensors]
+        handles = [
+            {uuid_of(tensor): reduce_tensor(tensor)[1]}  # type: ignore[no-untyped-call]
+            for _, tensor in self._tensors
+        ]
         described = plain(describe_tensors(self._tensors))
         self.update_info = {**described, "ipc_handles": handles}
-        self.json_update_info = {**described, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
+        self.json_update_info = {**described, "ipc_handles_pickled": base64.b64encode(write_pickle(handles)).decode()}
         return self
 
     def __exit__(self, *_: object) -> None:

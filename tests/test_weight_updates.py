@@ -118,7 +118,7 @@ SLOW = pytest.mark.slow
         pytest.param("gpt_oss", {}, marks=SLOW),
         pytest.param("qwen3_moe", {"tensor_parallel_size": 2}, marks=SLOW),
         pytest.param("llama", {"pipeline_parallel_size": 2}, marks=SLOW),
-        pytest.param("llama", {"level": 3}, marks=SLOW),
+        pytest.param("llama", {"level": 2}, marks=SLOW),
     ],
 )
 def test_an_update_is_a_fresh_load_to_the_last_bit(
@@ -160,7 +160,7 @@ def test_weights_are_packed_again_as_a_start_packs_them(name: str, fields: dict[
     again.close()
 
 
-def test_a_tensor_alone_rebuilds_only_what_reads_it(updated: Callable[[str], Path], open_engine: Open):
+def test_an_update_of_one_tensor_rebuilds_only_what_reads_it(updated: Callable[[str], Path], open_engine: Open):
     engine, new = open_engine("llama"), stored(updated("llama"))
     name, before = "model.layers.1.self_attn.k_proj.weight", weights_of(engine)
     engine.update_weights({name: new[name]})
@@ -443,7 +443,9 @@ def test_a_pickle_of_handles_calls_nothing():
     handle = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16, 0, b"handle", 64, 0, False,
               b"counter", 0, b"event", True)  # fmt: skip
     assert unpickle_handles(pickled([{"GPU-1": handle}])) == [{"GPU-1": handle}]
-    with pytest.raises(RequestError, match=r"ipc_handles_pickled names (posix|nt)\.system, which no IPC handle has"):
+    with pytest.raises(
+        RequestError, match=r"^update_info: ipc_handles_pickled cannot be read: it names posix\.system$"
+    ):
         unpickle_handles(pickled([Evil()]))
     for text in ("%", pickled(1)[:-4]):
         with pytest.raises(RequestError, match=r"^update_info: ipc_handles_pickled cannot be read"):

@@ -11,8 +11,6 @@ ends with an error after a time, and the communicator is aborted.
 
 from __future__ import annotations
 
-import io
-import pickle
 import threading
 import time
 from datetime import timedelta
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from atom.errors import RequestError
 from atom.kernels.nccl import BYTES, DTYPES, SUM, Library, UniqueId
+from atom.process.pickles import read_pickle, write_pickle
 
 ID_KEY = "broadcast_from/0/0"  # of the store
 ID_BYTES = len(bytes(UniqueId()))
@@ -114,34 +113,30 @@ def join(
         return BroadcastGroup(id, rank, size, timeout)
     limit = timedelta(seconds=timeout)
     try:
-        store = torch.distributed.TCPStore(address, port, size, is_master=rank == 0, timeout=limit, use_libuv=False)
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=rank == 0, timeout=limit, use_libuv=False
+        )
         if rank == 0:
-            store.set(ID_KEY, pickle.dumps(Library(is_one_host=False).make_id()))
+            store.set(ID_KEY, write_pickle(Library(is_one_host=False).make_id()))  # type: ignore[arg-type]
         id = read_id(store.get(ID_KEY))
     except RuntimeError as error:  # torch's
         raise RequestError(f"the ranks of {address}:{port} do not meet: {error}") from None
     return BroadcastGroup(id, rank, size, timeout)  # rank 0 keeps the store until all have read it
 
 
-class _IdUnpickler(pickle.Unpickler):
-    """Reads bytes, or those of a ctypes structure, whose class is not imported."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_ctypes", "_unpickle"):
-            return lambda _, state: state[-1]
-        if name == "ncclUniqueId":
-            return None
-        raise RequestError(f"the id of an NCCL communicator names {module}.{name}")
-
-
 def read_id(content: bytes) -> bytes:
     """The id of a communicator, as bytes or as vLLM's `ncclUniqueId`, pickled. RequestError if it is anything else."""
     try:
-        made = _IdUnpickler(io.BytesIO(content)).load()
-    except RequestError:
-        raise
-    except Exception as error:  # a pickle fails in many ways
+        made = read_pickle(content, _find_id)
+    except ValueError as error:
         raise RequestError(f"the id of an NCCL communicator cannot be read: {error}") from None
     if not isinstance(made, bytes) or len(made) != ID_BYTES:
         raise RequestError(f"the id of an NCCL communicator is {made!r:.80}, not {ID_BYTES} bytes")
     return made
+
+
+def _find_id(module: str, name: str) -> Any:
+    """The bytes of a ctypes structure in place of it, whose class is not imported."""
+    if (module, name) == ("_ctypes", "_unpickle"):
+        return lambda _, state: state[-1]
+    return UniqueId if name == "ncclUniqueId" else None

@@ -1,4 +1,4 @@
-"""Receive named tensors from another process: by shared memory, by CUDA IPC, or by NCCL.
+"""Receive named tensors from another process by shared memory, CUDA IPC or NCCL.
 
     info = UpdateInfo.read({"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[4096]], …})
     info.stored()                                # {name: StoredTensor}: known before anything is transferred
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import mmap
 import os
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,23 +23,26 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from atom.checkpoint import StoredTensor
 from atom.errors import RequestError
 from atom.kernels.broadcast import BroadcastGroup
+from atom.process.pickles import read_pickle, write_pickle
 from atom.weights.arrived import DTYPE_NAMES
 
 Part = Sequence[tuple[str, Tensor]]
 BUFFER_BYTES = 1 << 30  # of packed tensors, unless the trainer says otherwise, as in vLLM
 NUM_REBUILD_ARGS = 15  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 DEVICE_ARG = 6  # among them
-IPC_NAMES = {  # what a pickle of IPC handles may name
-    ("torch", "Size"),
-    ("torch", "Tensor"),
-    ("torch", "UntypedStorage"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch.storage", "UntypedStorage"),
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+IPC_NAMES = {  # what a pickle of IPC handles may name, besides dtypes
+    ("torch", "Size"): torch.Size,
+    ("torch._tensor", "Tensor"): torch.Tensor,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
 }
 
 
@@ -104,7 +105,7 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         """For another rank of this engine, which reads it by `decode`."""
         body = msgspec.structs.replace(self, ipc_handles=None)
         if self.ipc_handles is not None:
-            body.ipc_handles_pickled = base64.b64encode(pickle.dumps(self.ipc_handles)).decode()
+            body.ipc_handles_pickled = base64.b64encode(write_pickle(self.ipc_handles)).decode()
         return msgspec.msgpack.encode(body)
 
     @classmethod
@@ -252,7 +253,7 @@ class IPCTransfer(Transfer):
             (buffer,) = _rebuild([handles], ["the buffer"], uuid, device)
             if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < sum(info.sizes()):
                 raise RequestError("update_info: the buffer of ipc_handles is too small, or not of bytes")
-            parts = buffer[: sum(info.sizes())].split(info.sizes())
+            parts = torch.split(buffer[: sum(info.sizes())], info.sizes())
             tensors = [_typed(part, dtype) for part, dtype in zip(parts, info.dtypes(), strict=True)]
         elif isinstance(handles, list) and len(handles) == len(info.names):
             tensors = _rebuild(handles, info.names, uuid, device)
@@ -291,7 +292,7 @@ class NCCLTransfer(Transfer):
         for places in buffers:
             current, following = following, next(arriving, None)  # it arrives while the current one is used
             assert current is not None, "there is one for each"
-            parts = current.wait().split([sizes[at] for at in places])
+            parts = torch.split(current.wait(), [sizes[at] for at in places])
             yield [
                 (names[at], _typed(part, dtypes[at]).view(shapes[at])) for at, part in zip(places, parts, strict=True)
             ]
@@ -333,31 +334,22 @@ def open_transfer(
     return NCCLTransfer(info, group, init)
 
 
-class _HandleUnpickler(pickle.Unpickler):
-    """Reads tuples of numbers and bytes, and the few names that torch puts into a handle; it calls nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in IPC_NAMES:
-            return super().find_class(module, name)
-        raise RequestError(f"update_info: ipc_handles_pickled names {module}.{name}, which no IPC handle has")
-
-
 def unpickle_handles(text: str) -> Any:
-    """IPC handles of base64 and pickle, without running what a pickle could. RequestError if they are anything else."""
+    """IPC handles of base64 and pickle. RequestError if they are anything else."""
     try:
-        return _HandleUnpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
-    except RequestError:
-        raise
-    except Exception as error:  # a pickle fails in many ways
-        raise RequestError(
-            f"update_info: ipc_handles_pickled cannot be read: {type(error).__name__}: {error}"
-        ) from None
+        return read_pickle(base64.b64decode(text, validate=True), _find_in_handle)
+    except ValueError as error:
+        raise RequestError(f"update_info: ipc_handles_pickled cannot be read: {error}") from None
+
+
+def _find_in_handle(module: str, name: str) -> Any:
+    """One of the few names that torch puts into a handle."""
+    if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return dtype
+    return IPC_NAMES.get((module, name))
 
 
 def _rebuild(handles: Sequence[Any], names: Sequence[str], uuid: str, device: torch.device) -> list[Tensor]:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
     tensors = []
     for name, of_gpus in zip(names, handles, strict=True):
         if not isinstance(of_gpus, Mapping) or uuid not in of_gpus:
@@ -371,7 +363,7 @@ def _rebuild(handles: Sequence[Any], names: Sequence[str], uuid: str, device: to
         own = [*args]
         own[DEVICE_ARG] = device.index
         try:
-            tensors.append(rebuild_cuda_tensor(*own).detach())
+            tensors.append(rebuild_cuda_tensor(*own).detach())  # type: ignore[no-untyped-call]
         except Exception as error:  # of the driver, or of wrong arguments
             raise RequestError(f"update_info: the IPC handle of {name} cannot be opened: {error}") from None
     return tensors

@@ -118,7 +118,7 @@ def _lay_out_again(
     made = lay_out(unit, layout, source, device, is_whole=is_whole)
     if isinstance(loaded, LaidOut) and isinstance(made, LaidOut) and loaded.tensor.is_cpu:
         with torch.inference_mode():
-            loaded.tensor.set_(made.tensor)  # it may be a mapped file, which is not written; no address is kept
+            loaded.tensor.set_(made.tensor)  # type: ignore[call-overload]  # it may be a mapped file, which is not written; no address is kept
     else:
         overwrite(loaded, made)
 

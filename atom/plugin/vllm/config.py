@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from atom.config.spelling import override
 from atom.errors import UnsupportedError
-from atom.weights.incremental import DTYPE_NAMES
+from atom.weights.arrived import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

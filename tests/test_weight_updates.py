@@ -14,15 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from test_quantized import LAYOUTS, WIDE, pack
 from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
+from atom.checkpoint import SILENT
+from atom.config.checkpoint import open_for
 from atom.errors import RequestError, UnsupportedError, WeightsIncompleteError
+from atom.graph import TORCH_DTYPES
 from atom.trainer import SharedWeights
 from atom.weights.evaluate import tensors_in
 from atom.weights.transfers import UpdateInfo, cut_buffers, unpickle_handles
@@ -160,6 +165,78 @@ def test_weights_are_packed_again_as_a_start_packs_them(name: str, fields: dict[
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("wide", "deepseek"),
+        *(
+            pytest.param("wide", layout, marks=SLOW)
+            for layout in ("FP8_DYNAMIC", "W8A8", "W4A16 asymmetric", "awq", "gptq", "gptq ordered", "MXFP4", "NVFP4")
+        ),
+        pytest.param("qwen3_moe", "deepseek", marks=SLOW),
+        pytest.param("qwen3_moe", "awq", marks=SLOW),
+    ],
+)
+def test_weights_stored_in_a_format_are_updated_as_they_are_stored(
+    variant: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", WIDE))
+    (old, new), _ = two_stored(variant, layout, tmp_path)
+    engine = LLMEngine(str(old), **FIELDS)
+    engine.update_weights(stored(new))
+    assert_same_weights(engine, new)
+    assert_logprobs(engine, tmp_path / "new")  # the same numbers, unpacked
+    engine.close()
+
+
+def two_stored(variant: str, layout: str, folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
+    """A checkpoint stored in a format, one of other weights in the same, and those weights before they were packed."""
+    first = tiny.save(variant, folder / "old")
+    plain = stored(second := train(first, folder / "new"))
+    return [pack(each, LAYOUTS[layout], folder / f"packed{at}") for at, each in enumerate((first, second))], plain
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"), [("wide", "deepseek"), *(pytest.param("wide", each, marks=SLOW) for each in ("FP8_DYNAMIC", "W8A8"))]
+)  # fmt: skip
+def test_plain_tensors_are_packed_in_the_format_of_the_files(
+    variant: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", WIDE))
+    (old, new), plain = two_stored(variant, layout, tmp_path)
+    engine = LLMEngine(str(old), **FIELDS)
+    engine.update_weights(plain)
+    assert_same_weights(engine, new)
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_blocks_of_a_gguf_file_are_updated_as_blocks(kind: str, tmp_path: Path):
+    made = []
+    for number in range(2):
+        folder = tmp_path / f"plain{number}"
+        tiny.save_changed("llama", folder, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+        if number:
+            folder = train(folder, tmp_path / "trained")
+        made.append(tmp_path / f"{number}.gguf")
+        gguf_files.convert(folder, made[-1], rounded=kind, packed=True)
+    engine, fresh = (LLMEngine(str(each), **FIELDS) for each in made)
+    fresh.close()
+    checkpoint = open_for(fresh.config, SILENT)  # in the order of rows that the hub has
+    engine.update_weights([(name, as_stored(checkpoint, name)) for name in checkpoint.tensors])
+    assert_same_weights(engine, made[1])
+    engine.close()
+    checkpoint.close()
+
+
+def as_stored(checkpoint: Any, name: str) -> Tensor:
+    known = checkpoint.tensors[name]
+    if known.blocks is not None:
+        return torch.frombuffer(bytearray(checkpoint.read_blocks(name)), dtype=torch.uint8).view(known.blocks)
+    return torch.frombuffer(bytearray(checkpoint.read(name)), dtype=TORCH_DTYPES[known.dtype]).view(known.shape)
+
+
 def test_an_update_of_one_tensor_rebuilds_only_what_reads_it(updated: Callable[[str], Path], open_engine: Open):
     engine, new = open_engine("llama"), stored(updated("llama"))
     name, before = "model.layers.1.self_attn.k_proj.weight", weights_of(engine)
@@ -234,6 +311,7 @@ def test_a_tied_head_may_come_too_if_it_is_the_embedding(updated: Callable[[str]
 TRAINER = """
 import json, sys
 from safetensors.torch import load_file
+from atom.graph import TORCH_DTYPES
 from atom.trainer import SharedWeights
 
 with SharedWeights(load_file(sys.argv[1])) as shared:

@@ -16,6 +16,7 @@ from atom.graph import Graph, Recipe
 from atom.graph.parts import stored_tensors
 from atom.runtime.ranks.driver import Driver
 from atom.runtime.weight_updates import RankWeights, WeightUpdates
+from atom.weights.arrived import Naming, packed_leaves
 from atom.weights.evaluate import Loaded
 
 
@@ -29,11 +30,12 @@ def open_rank_weights(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Co
             opened.pop_all()  # it is closed by who reads it
         return checkpoint
 
+    recipes = list(graph.recipes())
     return RankWeights(
-        list(graph.recipes()),
+        recipes,
         tensors,
         config.device,
-        stacked_parts(config.model),
+        Naming(stacked_parts(config.model), packed_leaves(recipes)),
         None if config.load_dummy else open_stored,
         lambda: check_values(tensors, config),
         rank,
@@ -56,11 +58,12 @@ def open_updates(
     rename: see `Checkpoint.name_of`
     is_one_host: whether all ranks are on this host
     """
-    recipes = whole_graph(graph, config).recipes()
+    recipes = list(whole_graph(graph, config).recipes())
+    naming = Naming(stacked_parts(config.model), packed_leaves(recipes))
     expected = {leaf.name: leaf.type for recipe in recipes for leaf in stored_tensors(recipe)}
     own, ignored = open_rank_weights(graph, tensors, config), left_out(config)
     obstacle = find_obstacle(graph, config)
-    return WeightUpdates(own, expected, rename, ignored, driver, obstacle, is_one_host=is_one_host)
+    return WeightUpdates(own, naming, expected, rename, ignored, driver, obstacle, is_one_host=is_one_host)
 
 
 def find_tied(config: Config) -> list[tuple[str, str]]:

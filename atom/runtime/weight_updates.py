@@ -13,7 +13,7 @@ mixture: `fault` says so, and no request is served until updates have brought al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, Protocol
@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint, StoredTensor
-from atom.checkpoint.stacked import find_stacked
 from atom.errors import AtomError, CheckpointError, RequestError, UnsupportedError, WeightsIncompleteError, first_line
 from atom.graph import Recipe, Type
 from atom.kernels.broadcast import BroadcastGroup, join
 from atom.runtime.types import ChangeWeights
-from atom.weights.arrived import cut_parts
+from atom.weights.arrived import Naming
 from atom.weights.checks import check_tensor
 from atom.weights.evaluate import Loaded
 from atom.weights.shared_file import describe_tensors, write_shared
@@ -46,7 +45,7 @@ class RankWeights:
     recipes: Sequence[Recipe]
     tensors: Mapping[Recipe, Loaded]
     device: str
-    stacked: Mapping[str, Sequence[str]]
+    naming: Naming
     open_stored: Callable[[], Checkpoint] | None  # opens the files; None: weights are random
     check_values: Callable[[], None]  # raises CheckpointError for values that cannot be served
     rank: int = 0
@@ -83,9 +82,9 @@ class RankWeights:
         if self._live is None:
             self._live = LiveWeights(self.recipes, self.tensors, self.device, self.coordinates)
         if self._update is None:
-            self._update = Update(self._live, self.stacked, self.open_stored, self.replaced, self.alike)
+            self._update = Update(self._live, self.naming, self.open_stored, self.replaced, self.alike)
         if is_whole:
-            self._update.expect(names_of(info, self.stacked))
+            self._update.expect(names_of(info, self.naming))
         if tensors is not None:
             self._transfer = LocalTransfer(tensors)
         else:
@@ -181,6 +180,7 @@ class WeightUpdates:
     def __init__(
         self,
         own: RankWeights,
+        naming: Naming,
         expected: Mapping[str, Type],
         rename: Callable[[str], str | None],
         ignored: Sequence[str] = (),
@@ -191,6 +191,7 @@ class WeightUpdates:
     ) -> None:
         """
         own: of this rank
+        naming: of tensors that arrive, of the weights of all ranks
         expected: the stored tensors that the model reads, on all ranks
         rename: the name that a checkpoint's tensor has in `expected`; see `Checkpoint.name_of`
         ignored: patterns of names that nothing reads
@@ -200,7 +201,7 @@ class WeightUpdates:
         """
         self.num_updates = 0  # that have ended well
         self.is_open = False  # whether an update of several parts is under way
-        self._own, self._expected, self._rename, self._ignored = own, expected, rename, ignored
+        self._own, self._naming, self._expected, self._rename, self._ignored = own, naming, expected, rename, ignored
         self._others, self._obstacle, self._is_one_host = others, obstacle, is_one_host
         self._missing: set[str] = set()  # tensors that a failed update has named, and none has brought since
         self._why = ""  # they are
@@ -240,7 +241,7 @@ class WeightUpdates:
         info = self._match(update if isinstance(update, UpdateInfo) else describe_tensors(update))
         if tensors is not None:
             tensors = [(name, tensor) for name, (_, tensor) in zip(info.names, tensors, strict=True)]
-        names = names_of(info, self._own.stacked)
+        names = names_of(info, self._naming)
         if again := self._given & names:
             raise RequestError(f"tensor {min(again)} has come before in this update")
         with ExitStack() as opened:
@@ -304,13 +305,12 @@ class WeightUpdates:
         if not info.names:
             raise RequestError("an update has to have tensors")
         names: list[str] = []
-        stacks = find_stacked(info.names, self._own.stacked)
+        self._naming.announce(info.names)
         unread = {other for _, other in self._own.alike}  # but compared
         for name, stored in info.stored().items():
-            parts = cut_parts_of(name, stored, stacks)
+            parts = self._find(name, stored)
             ours = name if parts.keys() & (self._expected.keys() | unread) else self._rename(name) or name
-            if ours != name:
-                parts = cut_parts_of(ours, stored, find_stacked([ours], self._own.stacked))
+            parts = parts if ours == name else self._find(ours, stored)
             if ours not in unread and not parts.keys() & self._expected.keys() and self._is_ignored(ours):
                 names.append(f"{SKIPPED}{ours}")
                 continue
@@ -320,11 +320,13 @@ class WeightUpdates:
                     continue
                 if part not in self._expected:
                     raise RequestError(f"the model does not read tensor {part}")
-                try:
+                with refusing():
                     check_tensor(part, cut, self._expected[part])
-                except CheckpointError as error:
-                    raise RequestError(str(error)) from None
         return msgspec.structs.replace(info, names=names)
+
+    def _find(self, name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
+        with refusing():
+            return self._naming.find(name, stored)
 
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in self._ignored)
@@ -351,21 +353,18 @@ class WeightUpdates:
         return self._others.change_weights(message, attempt) + errors
 
 
-def names_of(info: UpdateInfo, stacked: Mapping[str, Sequence[str]]) -> set[str]:
-    """The stored tensors that an update brings, those of stacked ones by their own names."""
-    return {part for name in _parts(info, stacked) for part in name}
+def names_of(info: UpdateInfo, naming: Naming) -> set[str]:
+    """The stored tensors that an update brings, those of parts by their own names."""
+    naming.announce(info.names)
+    arriving = ((name, stored) for name, stored in info.stored().items() if not name.startswith(SKIPPED))
+    return {part for name, stored in arriving for part in naming.find(name, stored)}
 
 
-def _parts(info: UpdateInfo, stacked: Mapping[str, Sequence[str]]) -> Iterator[dict[str, StoredTensor]]:
-    stacks = find_stacked(info.names, stacked)
-    for name, stored in info.stored().items():
-        if not name.startswith(SKIPPED):
-            yield cut_parts(name, stored, stacks.get(name, ()))
-
-
-def cut_parts_of(name: str, stored: StoredTensor, stacks: Mapping[str, Sequence[str]]) -> dict[str, StoredTensor]:
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a RequestError in place of a CheckpointError: a request has brought the tensor."""
     try:
-        return cut_parts(name, stored, stacks.get(name, ()))
+        yield
     except CheckpointError as error:
         raise RequestError(str(error)) from None
 

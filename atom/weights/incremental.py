@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom.graph import Recipe
 from atom.graph.parts import stored_tensors
-from atom.weights.arrived import ArrivedTensors
+from atom.weights.arrived import ArrivedTensors, Naming
 from atom.weights.checks import check_stored, check_surplus
 from atom.weights.evaluate import Loaded
 from atom.weights.localize import localize
@@ -52,7 +52,7 @@ def load_incremental(
             readers.setdefault(name, []).append(recipe)
     left = {recipe: len(read) for recipe, read in waits.items()}
     uses = Counter({name: len(reading) for name, reading in readers.items()})
-    arrived, seen = ArrivedTensors(stacked), set[str]()
+    arrived, seen = ArrivedTensors(Naming(stacked)), set[str]()
     source = ArrivedSource(arrived)
 
     def make(ready: Sequence[Recipe]) -> Iterator[tuple[Recipe, Loaded]]:

@@ -1,7 +1,7 @@
 """Update loaded weights in place, from tensors that arrive.
 
     live = LiveWeights(graph.recipes(), tensors, "cuda")
-    update = Update(live, stacked, open_checkpoint)
+    update = Update(live, naming, open_checkpoint)
     update.expect(names)                    # of all that will come; RequestError if it could not be finished
     update.add([("model.norm.weight", tensor), …])
     update.finish()                         # RequestError: a tensor has not arrived that another one is packed with
@@ -32,7 +32,7 @@ from atom.graph import LaidOut, PackedWeight, Recipe, Shuffle
 from atom.graph.parts import parts_of, stored_tensors
 from atom.graph.recipe_contents import layout_units, packed_while_loading
 from atom.kernels.host_memory import HostTensor
-from atom.weights.arrived import ArrivedTensors
+from atom.weights.arrived import ArrivedTensors, Naming
 from atom.weights.evaluate import Loaded, overwrite, split_recipe
 from atom.weights.localize import localize
 from atom.weights.make import fill_part, lay_out, pack
@@ -129,19 +129,19 @@ class Update:
     def __init__(
         self,
         live: LiveWeights,
-        stacked: Mapping[str, Sequence[str]],
+        naming: Naming,
         open_stored: Callable[[], Checkpoint] | None = None,
         replaced: Iterable[str] = (),
         alike: Iterable[tuple[str, str]] = (),
     ) -> None:
         """
-        stacked: see `unstack`
+        naming: of tensors that arrive
         open_stored: opens the files that have what does not arrive; None: all arrives
         replaced: stored tensors whose files are out of date, since an earlier update has brought them
         alike: pairs of names that have to arrive with the same content, the second of which nothing reads
         """
         self._live, self._open_stored, self._replaced = live, open_stored, set(replaced)
-        self._arrived = ArrivedTensors(stacked)
+        self._arrived = ArrivedTensors(naming)
         self._source = ArrivedSource(self._arrived)
         self._waits: dict[int, int] = {}  # tensors that a unit waits for, by its id
         self._uses: Counter[str] = Counter()  # units that have not read a tensor yet
@@ -164,7 +164,7 @@ class Update:
         keeps: copy those that are still waited for, since their memory may be written over afterwards
         """
         tensors = list(tensors)
-        self._arrived.announce(name for name, _ in tensors)
+        self._arrived.naming.announce(name for name, _ in tensors)
         added = [part for name, tensor in tensors for part in self._add(name, tensor)]
         self._check_pairs(added)
         for name in added:

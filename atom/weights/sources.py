@@ -1,4 +1,4 @@
-"""Sources of weights: mapped files, tensors in memory, random numbers; `stream.py` has files for a GPU.
+"""Sources of weights: mapped files, tensors in memory, random numbers; `stream.py`: files for GPUs.
 
 tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
 """

@@ -234,6 +234,20 @@ class LLM:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.llm_engine.wake_up(tags)
 
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        """As vLLM's, with a mapping: {"init_info": {…}}."""
+        self.llm_engine.init_weight_transfer_engine(request)
+
+    def start_weight_update(self) -> None:
+        self.llm_engine.start_weight_update()
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        """As vLLM's, with a mapping: {"update_info": {…}}; or tensors by name."""
+        self.llm_engine.update_weights(request)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm_engine.finish_weight_update(weight_version)
+
     def start_profile(self) -> None:
         self.llm_engine.start_profile()
 

@@ -325,7 +325,7 @@ class Engine:
         finally:
             if lacks_weights and sleeper.has_weights and sleeper.level == 2:
                 self._name_weights(DEFAULT_VERSION)
-        self._let_go()
+        self._set_halted()
 
     def pause(
         self, mode: str = "abort", *, clear_cache: bool = True, on_step: Callable[[], object] = lambda: None
@@ -347,7 +347,7 @@ class Engine:
     def resume(self) -> None:
         """Go on after `pause`; an engine that sleeps does so once it is awake."""
         self.is_paused = False
-        self._let_go()
+        self._set_halted()
 
     def set_weight_version(self, version: str, on_step: Callable[[], object] = lambda: None) -> None:
         """Name the weights that sample from now on; answers report it as `weight_versions`.
@@ -380,7 +380,7 @@ class Engine:
         updates = self._need_updates()
         with self._between_steps(on_step):
             updates.start()
-        self._is_halted = True
+        self._set_halted()
 
     def update_weights(
         self,
@@ -424,7 +424,7 @@ class Engine:
                 updates.finish()
             self._use_weights(version, keep_cache=keep_cache)
         finally:
-            self._let_go()
+            self._set_halted()
 
     def _use_weights(self, version: str | None, *, keep_cache: bool) -> None:
         """Sample with the weights of an update that has ended."""
@@ -442,7 +442,7 @@ class Engine:
             for sequence in list(self.scheduler.sequences.values()):
                 self._fail(sequence, error)
             self.scheduler.drop_kv()
-            self._let_go()
+            self._set_halted()
             raise
 
     def _need_updates(self) -> WeightUpdates:
@@ -474,7 +474,9 @@ class Engine:
 
     @contextmanager
     def _halt(self, mode: str, on_step: Callable[[], object]) -> Iterator[None]:
-        """End, finish or keep the requests by a mode of `pause`. No step runs within, or later if it pauses or sleeps."""
+        """End, finish or keep requests by a mode of `pause`. No step runs within, or later if it pauses or sleeps."""
+        if mode == "wait" and self.is_updating:
+            raise RequestError("mode=wait: the weights are being updated, and no request can end before that has")
         self.scheduler.is_paused = True
         try:
             for id in list(self._requests) if mode == "abort" else ():
@@ -484,7 +486,7 @@ class Engine:
             self._is_halted = True
             yield
         finally:
-            self._let_go()
+            self._set_halted()
 
     @contextmanager
     def _between_steps(self, on_step: Callable[[], object]) -> Iterator[None]:
@@ -496,8 +498,8 @@ class Engine:
         finally:
             self._is_halted = was_halted
 
-    def _let_go(self) -> None:
-        """Start steps again, unless the engine is paused, sleeps or is updated."""
+    def _set_halted(self) -> None:
+        """Start no step if the engine is paused, sleeps or is updated; else start steps again."""
         self._is_halted = self.is_paused or self.is_sleeping or self.is_updating
         self.scheduler.is_paused = self._is_halted
 

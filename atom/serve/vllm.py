@@ -63,7 +63,6 @@ INSTEAD = {
 LABELS = "structured_outputs.choice limits an answer of POST /v1/chat/completions to labels"
 NO_SOUND = "models read text and images here, and write text"
 ENCODED = "serve.image_memory keeps encoded images, and the longest unused make room"
-FIXED = "weights stay what they are while a server runs; start it again, or load an adapter: serve.lora_modules"
 RANKS = "the number of ranks and engines is set at the start: see GET /server_info"
 RESTARTS = "an engine that dies is started again; GET /health and /metrics show the engines"
 HANG_UP = "close the connection, which ends its request"
@@ -72,11 +71,9 @@ ROUTES = {
     "/collective_rpc": "no function of a rank is called from outside; GET /server_info and /metrics show its state",
     "/debug/cache_stats": "GET /metrics counts the tokens that were found in the prefix cache",
     "/fault_tolerance": RESTARTS,
-    "/finish_weight_update": FIXED,
     "/generative_scoring": LABELS,
     "/inference/v1/abort_requests": HANG_UP,
     "/inference/v1/generate": "write POST /v1/completions with token ids as its prompt, and return_token_ids",
-    "/init_weight_transfer_engine": FIXED,
     "/invocations": "write the route itself, as POST /v1/chat/completions",
     "/is_scaling_elastic_ep": RANKS,
     "/kv_event_sources": "no KV leaves its engine; GET /metrics counts the tokens that were found in the prefix cache",
@@ -86,11 +83,9 @@ ROUTES = {
     "/reset_encoder_cache": ENCODED,
     "/reset_mm_cache": ENCODED,
     "/scale_elastic_ep": RANKS,
-    "/shutdown_weight_transfer_engine": FIXED,
-    "/start_draft_weight_update": FIXED,
-    "/start_weight_update": FIXED,
+    "/shutdown_weight_transfer_engine": "the next POST /init_weight_transfer_engine ends a group of ranks",
+    "/start_draft_weight_update": "POST /update_weights is about the model; drafts keep their weights",
     "/tokenizer_info": "serve.http.enable_tokenizer_info_endpoint=true adds it",
-    "/update_weights": FIXED,
     "/v1/audio": NO_SOUND,
     "/v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions: they run together",
     "/v1/chat/completions/derender": "write POST /detokenize",
@@ -106,7 +101,7 @@ ROUTES = {
     "/v1/systemone": LABELS,
     "/v1/unload_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v2/embed": "write POST /v1/embeddings",
-    "/weight_checker": FIXED,
+    "/weight_checker": "POST /update_weights refuses what does not fit; GET /weight_info names the weights",
 }
 
 

@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atom.checkpoint import Progress
-from atom.errors import CapacityError, RequestError
+from atom.errors import CapacityError, RequestError, WeightsIncompleteError
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOptions, RequestOutput, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
@@ -78,6 +78,7 @@ class StubEngine:
     is_sleeping: bool = False
     is_paused: bool = False
     weight_version: str = "default"
+    weights_fault: str = ""
     cached: set[tuple[int, ...]] = field(default_factory=set)  # beginnings of prompts, in whole blocks
     waiting: dict[str, Sequence] = field(default_factory=dict)  # by id
     running: dict[str, Sequence] = field(default_factory=dict)
@@ -231,6 +232,24 @@ class StubEngine:
 
     def set_weight_version(self, version: str, on_step: object) -> None:
         self.weight_version = version
+
+    def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Name the weights by the engine's first rank."""
+        self.weight_version = f"rank {info['rank_offset']}"
+
+    def start_weight_update(self, on_step: object) -> None:
+        raise RequestError("a stub's weights have no parts")
+
+    def finish_weight_update(self, version: str | None, *, keep_cache: bool) -> None:
+        raise RequestError("a stub's weights have no parts")
+
+    def update_weights(self, info: dict[str, Any], *, keep_cache: bool, on_step: object) -> None:
+        """Fail half-way in the replicas whose numbers are among the names, and as a whole for the name `nobody`."""
+        if "nobody" in info["names"]:
+            raise RequestError("there is no tensor nobody")
+        self.weights_fault = "an update has failed half-way" if str(self.replica) in info["names"] else ""
+        if self.weights_fault:
+            raise WeightsIncompleteError(self.weights_fault)
 
     def start_profile(self) -> None:
         if self.options.breaks_profiler:

@@ -1341,6 +1341,7 @@ def test_every_field_of_every_body_has_a_row():
     bodies -= {schema.LoadAdapterRequest, schema.UnloadAdapterRequest}  # of routes that test_lora asks
     bodies -= {schema.ModelRequest}  # of routes that test_models asks
     bodies -= {schema.AbortRequest, schema.VersionRequest}  # of routes that test_pause asks
+    bodies -= {schema.TransferRequest, schema.UpdateRequest, schema.FinishRequest}  # of those that test_trainers asks
     assert {each.__name__: set(each.model_fields) for each in bodies} == {
         each.__name__: set(rows) for each, rows in ROWS.items()
     }

@@ -37,7 +37,9 @@ from atom.serve.engine.protocol import (
     Done,
     End,
     Failed,
+    FinishWeightUpdate,
     FromEngine,
+    InitWeightTransfer,
     LoadAdapter,
     Output,
     Outputs,
@@ -49,8 +51,10 @@ from atom.serve.engine.protocol import (
     Resume,
     SetWeightVersion,
     Sleep,
+    StartWeightUpdate,
     Submit,
     UnloadAdapter,
+    UpdateWeights,
     WakeUp,
     from_engine,
 )
@@ -91,6 +95,7 @@ class EngineClient(asyncio.Protocol):
         self.is_sleeping = False  # it has given up memory, or a part of it
         self.is_paused = False  # it starts no step until it is resumed
         self.weight_version = DEFAULT_VERSION
+        self.weights_fault = ""  # why it serves nothing: an update of its weights has failed half-way
         self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
@@ -149,6 +154,8 @@ class EngineClient(asyncio.Protocol):
         """
         if not self.takes_requests:
             raise EngineDeadError(f"the engine is {self.state}")
+        if self.weights_fault:
+            raise EngineDeadError(self.weights_fault)
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
@@ -203,6 +210,22 @@ class EngineClient(asyncio.Protocol):
     async def set_weight_version(self, version: str) -> None:
         """Name the weights that sample from now on."""
         await self._ask(lambda id: SetWeightVersion(id, version))
+
+    async def init_weight_transfer(self, info: bytes) -> None:
+        """Have the engine prepare for a trainer, and wait for it. info: vLLM's init_info, in msgpack"""
+        await self._ask(lambda id: InitWeightTransfer(id, info))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of several parts; requests wait until it has ended."""
+        await self._ask(StartWeightUpdate)
+
+    async def update_weights(self, info: bytes) -> None:
+        """Update weights. info: vLLM's update_info, in msgpack. RequestError if nothing has changed."""
+        await self._ask(lambda id: UpdateWeights(id, info))
+
+    async def finish_weight_update(self, version: str | None) -> None:
+        """End an update of several parts, and name the weights."""
+        await self._ask(lambda id: FinishWeightUpdate(id, version))
 
     async def profile(self, *, starts: bool) -> str:
         """Start or stop the profiler; return the path of the trace. RequestError if that fails."""
@@ -313,8 +336,9 @@ class EngineClient(asyncio.Protocol):
                 self._step_seconds, self._stopped_ranks = step_seconds, stopped_ranks
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
-            case Done(id, result, error, is_internal, is_sleeping, is_paused, weight_version):
-                self.is_sleeping, self.is_paused, self.weight_version = is_sleeping, is_paused, weight_version
+            case Done(id, result, error, is_internal, is_sleeping, is_paused):
+                self.is_sleeping, self.is_paused = is_sleeping, is_paused
+                self.weight_version, self.weights_fault = message.weight_version, message.weights_fault
                 answer, fault = self._asked.pop(id), AtomError(error) if is_internal else RequestError(error)
                 if not answer.done():
                     answer.set_exception(fault) if error else answer.set_result(result)

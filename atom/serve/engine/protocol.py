@@ -49,6 +49,33 @@ class SetWeightVersion(Message):
     version: str
 
 
+class InitWeightTransfer(Message):
+    """Prepare for a trainer that sends weights; answered by the same message."""
+
+    id: str
+    info: bytes  # vLLM's init_info, in msgpack
+
+
+class StartWeightUpdate(Message):
+    """Begin an update of several parts; answered by the same message."""
+
+    id: str
+
+
+class UpdateWeights(Message):
+    """Update weights, all or a part of those that are to be; answered by the same message."""
+
+    id: str
+    info: bytes  # vLLM's update_info, in msgpack
+
+
+class FinishWeightUpdate(Message):
+    """End an update of several parts; answered by the same message."""
+
+    id: str
+    version: str | None  # the name of the weights; None: the number of updates so far
+
+
 class Profile(Message):
     """Start or stop the profiler; answered by a `Done` of the same id."""
 
@@ -173,6 +200,7 @@ class Done(Message):
     is_sleeping: bool = False  # the engine, since; what fails half-way may leave it so
     is_paused: bool = False  # the engine, since
     weight_version: str = DEFAULT_VERSION  # the engine's, since
+    weights_fault: str = ""  # why the engine serves nothing, since
 
 
 class Beat(Message):
@@ -193,7 +221,8 @@ class Failed(Message):
 
 
 ToEngine = (
-    Start | Submit | Abort | Pause | Resume | SetWeightVersion | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp
+    Start | Submit | Abort | Pause | Resume | SetWeightVersion | InitWeightTransfer | StartWeightUpdate
+    | UpdateWeights | FinishWeightUpdate | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp
     | ResetPrefixCache | End
 )  # fmt: skip
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed

@@ -63,7 +63,7 @@ class Replica:
         self._stopped: list[str] = []  # its stopped processes, as last logged
         self.is_paused = False  # its next start is, until it is resumed
         self.weight_version = DEFAULT_VERSION  # of its next start
-        self.has_new_weights = False  # which no start reads: it is not started again
+        self.has_new_weights = False  # those of all engines are, which no start reads: it is not started again
         self.has_long_step = False  # it has ended none for `heartbeat_seconds`, which has been logged
         self._started = started
         self._is_only = model is None and number == 0
@@ -75,8 +75,9 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it stays dead: it has failed to serve too often, or nobody has the weights that it had."""
-        return self._num_failures >= MAX_FAILURES or self.has_new_weights
+        """Whether it stays dead: it has failed to serve too often, or would serve other weights than the others."""
+        is_dead = self.client.state is EngineState.DEAD
+        return self._num_failures >= MAX_FAILURES or (self.has_new_weights and is_dead)
 
     @property
     def pause(self) -> float:

@@ -17,7 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from msgspec import msgpack
 
 from atom.config import Config
 from atom.errors import (
@@ -30,6 +33,7 @@ from atom.errors import (
     PassError,
     RequestError,
     UnsupportedError,
+    WeightsIncompleteError,
 )
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
@@ -221,21 +225,66 @@ class Replicas:
         serving = self._find_all_serving()
         for each in self:
             each.is_paused = True
-        await self._ask(serving, lambda client: client.pause(mode, clear_cache=clear_cache))
+        await _gather(client.pause(mode, clear_cache=clear_cache) for client in serving)
 
     async def resume(self) -> None:
         """Have all engines go on."""
         serving = self._find_all_serving()
         for each in self:
             each.is_paused = False
-        await self._ask(serving, EngineClient.resume)
+        await _gather(client.resume() for client in serving)
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights of all engines."""
         serving = self._find_all_serving()
         for each in self:
             each.weight_version = version
-        await self._ask(serving, lambda client: client.set_weight_version(version))
+        await _gather(client.set_weight_version(version) for client in serving)
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Have all engines prepare for a trainer. RequestError if they cannot, or the trainer does not come.
+
+        info: vLLM's init_info; its rank_offset is the first engine's
+        """
+        offset, serving = info.get("rank_offset", 1), self._find_all_serving()
+        if info.keys() & {"master_address", "nccl_unique_id_b64"} and len(serving) < len(self):
+            raise EngineDeadError("an engine is dead, and the trainer would wait for its ranks")
+
+        async def init(number: int, client: EngineClient) -> None:
+            own = {"rank_offset": offset + number * self.config.parallel.num_ranks} if isinstance(offset, int) else {}
+            await client.init_weight_transfer(msgpack.encode(info | own))
+
+        await _gather(init(number, client) for number, client in enumerate(serving))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of several parts in all engines; requests wait until it has ended."""
+        await self._ask_all(EngineClient.start_weight_update)
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        """Update the weights of all engines. info: vLLM's update_info. RequestError if nothing has changed.
+
+        WeightsIncompleteError if one has failed half-way, and serves nothing until it has been updated.
+        """
+        encoded = msgpack.encode(info)
+        await self._change_weights(lambda client: client.update_weights(encoded))
+
+    async def finish_weight_update(self, version: str | None) -> None:
+        """End an update of several parts in all engines, and name the weights. The errors of `update_weights`."""
+        await self._change_weights(lambda client: client.finish_weight_update(version))
+
+    async def _change_weights(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """Ask all engines for a change after which no start would give an engine the weights of the others."""
+        serving, had_new = self._find_all_serving(), any(each.has_new_weights for each in self)
+        for each in self:  # ahead of it: one may die in it
+            each.has_new_weights = True
+        done = await asyncio.gather(*map(ask, serving), return_exceptions=True)
+        if all(isinstance(each, RequestError) for each in done):
+            for each in self:
+                each.has_new_weights = had_new
+        if broken := next((client.weights_fault for client in serving if client.weights_fault), ""):
+            raise WeightsIncompleteError(broken)
+        if fault := next((each for each in done if each is not None), None):
+            raise fault
 
     async def sleep(self, level: int, mode: str) -> None:
         """Have all engines give up their memory. RequestError if one cannot; the others sleep."""
@@ -251,12 +300,7 @@ class Replicas:
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Ask all engines, and wait for all of them; then the first error is raised."""
-        await self._ask(self._find_all_serving(), ask)
-
-    async def _ask(self, clients: list[EngineClient], ask: Callable[[EngineClient], Awaitable[None]]) -> None:
-        done = await asyncio.gather(*map(ask, clients), return_exceptions=True)
-        if fault := next((each for each in done if each is not None), None):
-            raise fault
+        await _gather(map(ask, self._find_all_serving()))
 
     @property
     def is_stopped(self) -> bool:
@@ -272,6 +316,12 @@ class Replicas:
         """Whether all that serve are."""
         serving = [each.client.is_paused for each in self if each.client.takes_requests]
         return bool(serving) and all(serving)
+
+    @property
+    def weights_fault(self) -> str:
+        """Why none of those that serve can: updates of their weights have failed half-way. "": one can."""
+        faults = [each.client.weights_fault for each in self if each.client.takes_requests]
+        return faults[0] if faults and all(faults) else ""
 
     @property
     def weight_version(self) -> str:
@@ -343,7 +393,8 @@ class Replicas:
         EngineDeadError if none serves.
         """
         serving = self._find_serving()
-        going = [each for each in serving if not each.client.stopped] or serving
+        whole = [each for each in serving if not each.client.weights_fault] or serving
+        going = [each for each in whole if not each.client.stopped] or whole
         awake = [each for each in going if not (each.client.is_sleeping or each.client.is_paused)] or going
         roomy = [each for each in awake if each.client.has_room(num_sequences, tenant)]
         return {each.number: each.load for each in roomy or awake}
@@ -357,16 +408,17 @@ class Replicas:
                 return
             self._router.forget(replica.number)
             fields = {"fields": {"reason": replica.client.reason, "exit": await replica.end_dead()}}
+            if not replica.has_failed:
+                LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)
+                await asyncio.sleep(replica.pause)
+                while self.state is not EngineState.READY:  # with no other that serves, it must not hide their death
+                    await asyncio.sleep(POLL_SECONDS)
             if replica.has_failed:
                 why = f"has not come to serve in {MAX_FAILURES} starts in a row"
                 if replica.has_new_weights:
-                    why = "had weights that no file has"
-                LOG.error("%s %s, and stays dead; the others serve", replica.name, why, extra=fields)
+                    why = "would come back with the weights of the files, which are not those of the others"
+                LOG.error("%s %s: it stays dead; the others serve", replica.name, why, extra=fields)
                 return
-            LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)
-            await asyncio.sleep(replica.pause)
-            while self.state is not EngineState.READY:  # with no other that serves, it must not hide their death
-                await asyncio.sleep(POLL_SECONDS)
             await replica.restart()
 
     async def _await_death(self, replica: Replica) -> None:
@@ -384,6 +436,13 @@ class Replicas:
         self.ready.set()
         if len(self) > 1:
             LOG.info("%s serves%s", replica.name, " again" if replica.num_restarts else "")
+
+
+async def _gather(asked: Iterable[Awaitable[None]]) -> None:
+    """Wait for all; then the first error is raised."""
+    done = await asyncio.gather(*asked, return_exceptions=True)
+    if fault := next((each for each in done if each is not None), None):
+        raise fault
 
 
 class PrefixTracker:

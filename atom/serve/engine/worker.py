@@ -33,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from msgspec import msgpack
+
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.config import Config
 from atom.config.parallel import devices_of
@@ -56,6 +58,8 @@ from atom.serve.engine.protocol import (
     Done,
     End,
     Finish,
+    FinishWeightUpdate,
+    InitWeightTransfer,
     LoadAdapter,
     Output,
     Outputs,
@@ -67,10 +71,12 @@ from atom.serve.engine.protocol import (
     Resume,
     SetWeightVersion,
     Sleep,
+    StartWeightUpdate,
     Submit,
     Tapped,
     ToEngine,
     UnloadAdapter,
+    UpdateWeights,
     WakeUp,
 )
 from atom.serve.ops import log
@@ -226,6 +232,14 @@ class Worker:
                 return lambda: self._answer(id, self.engine.resume)
             case SetWeightVersion(id, version):
                 return lambda: self._answer(id, lambda: self.engine.set_weight_version(version, self._go_on))
+            case InitWeightTransfer(id, info):
+                return lambda: self._answer(id, lambda: self.engine.init_weight_transfer(msgpack.decode(info)))
+            case StartWeightUpdate(id):
+                return lambda: self._answer(id, lambda: self.engine.start_weight_update(self._go_on))
+            case UpdateWeights(id, info):
+                return lambda: self._answer(id, lambda: self._update_weights(msgpack.decode(info)))
+            case FinishWeightUpdate(id, name):
+                return lambda: self._answer(id, lambda: self._finish_weight_update(name))
             case Profile(id, starts):
                 return lambda: self._answer(id, self.engine.start_profile if starts else self.engine.stop_profile)
             case LoadAdapter():
@@ -272,6 +286,14 @@ class Worker:
         self.engine.pause(mode, clear_cache=clear_cache, on_step=self._go_on)
         self._send_outputs()  # ahead of the answer
 
+    def _update_weights(self, info: dict[str, Any]) -> None:
+        """Update weights. While the engine is paused, the pause has said what becomes of KV."""
+        keep_cache = bool(info.setdefault("keep_cache", self.engine.is_paused))
+        self.engine.update_weights(info, keep_cache=keep_cache, on_step=self._go_on)
+
+    def _finish_weight_update(self, version: str | None) -> None:
+        self.engine.finish_weight_update(version, keep_cache=self.engine.is_paused)
+
     def _prepare_request(self, message: Submit) -> Work:
         def refuse(error: AtomError | None) -> None:
             self._link.send(Refused(message.id, "" if error is None else str(error)))
@@ -315,7 +337,7 @@ class Worker:
         else:
             done = Done(id, "" if written is None else str(written))
         done.is_sleeping, done.is_paused = self.engine.is_sleeping, self.engine.is_paused
-        done.weight_version = self.engine.weight_version
+        done.weight_version, done.weights_fault = self.engine.weight_version, self.engine.weights_fault
         self._link.send(done)
 
     def _queue_output(self, output: RequestOutput) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Scope
 
-from atom.errors import EngineDeadError, RequestError
+from atom.errors import EngineDeadError, RequestError, WeightsIncompleteError
 from atom.serve.auth.tenants import LimitError
 from atom.serve.engine.client import QueueFullError
 from atom.serve.engine.stream import UnreadError
@@ -84,7 +84,7 @@ def status_of(error: Exception) -> int:
             return 408
         case QueueFullError() | LimitError():
             return 429
-        case EngineDeadError():
+        case EngineDeadError() | WeightsIncompleteError():
             return 503
     return 500
 

@@ -712,6 +712,18 @@ class VersionRequest(Body):
     new_version: Word = Field(description="the name of the weights")
 
 
+class TransferRequest(Body):
+    init_info: JSONObject = Field(description="as vLLM's weight transfer engines take it")
+
+
+class UpdateRequest(Body):
+    update_info: JSONObject = Field(description="as vLLM's weight transfer engines take it, or with shared_memory")
+
+
+class FinishRequest(Body):
+    weight_version: Word | None = Field(None, description="the name of the weights; else the number of updates so far")
+
+
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: List[TokenId]

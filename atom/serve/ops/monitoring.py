@@ -31,8 +31,9 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 if requests are accepted, else 503; `state` is loading, ready, stopped, draining or dead.
+        """200 if requests are accepted, else 503; `state` is loading, ready, stopped, incomplete, draining or dead.
 
+        incomplete: an update of the weights has failed half-way, and has to be repeated.
         A stopped engine (SIGSTOP, a debugger) answers its requests once it continues; `stopped` names its processes.
         While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `is_paused`
         while all are paused, `step_seconds` once a step takes long. Of several engines, `engines` names each; one that
@@ -43,7 +44,10 @@ def routes(context: Context) -> APIRouter:
         if models is not None and len(models) > 1:
             return health_of(models, has_tokenizers=context.shared.has_tokenizers)
         state, engines = context.state, context.engines
-        shown = "stopped" if state is EngineState.READY and engines.is_stopped else str(state)
+        is_ready = state is EngineState.READY and not engines.weights_fault
+        shown = "stopped" if is_ready and engines.is_stopped else str(state)
+        if engines.weights_fault and state is EngineState.READY:
+            shown = "incomplete"
         body: dict[str, Any] = {"status": "ok" if shown == EngineState.READY else shown, "state": shown}
         if state is EngineState.LOADING:
             body["doing"] = context.doing
@@ -52,7 +56,7 @@ def routes(context: Context) -> APIRouter:
         if engines.is_paused:
             body["is_paused"] = True
         body |= {"engines": list(map(describe_engine, engines))} if len(engines) > 1 else describe_pause(engines[0])
-        return json_response(body, 200 if state is EngineState.READY else 503)
+        return json_response(body, 200 if is_ready else 503)
 
     @router.get("/ready")
     async def ready() -> Response:
@@ -156,4 +160,6 @@ def describe_engine(engine: Replica) -> dict[str, Any]:
         body["is_sleeping"] = True
     if client.is_paused:
         body["is_paused"] = True
+    if client.weights_fault:
+        body["state"] = "incomplete"
     return body | describe_pause(engine) | ({"stays_dead": True} if engine.has_failed else {})

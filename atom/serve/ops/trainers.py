@@ -1,7 +1,8 @@
-"""Routes for trainers, as in vLLM: /pause, /resume, /abort_requests, /weight_info.
+"""Routes for trainers, as in vLLM: /pause, /resume, /abort_requests, /update_weights, /weight_info.
 
 curl -X POST "localhost:8000/pause?mode=keep&clear_cache=false"
-curl localhost:8000/abort_requests -H "Content-Type: application/json" -d '{"request_ids": ["cmpl-1"]}'
+curl localhost:8000/update_weights -H "Content-Type: application/json" -d '{"update_info": {"names": [], …}}'
+curl -X POST localhost:8000/resume
 
 They are about all models that are loaded, or about the one that the query's `model` names.
 """
@@ -17,7 +18,7 @@ from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import json_response
-from atom.serve.openai.schema import AbortRequest, VersionRequest
+from atom.serve.openai.schema import AbortRequest, FinishRequest, TransferRequest, UpdateRequest, VersionRequest
 from atom.serve.ops.admin import find_loaded
 
 
@@ -68,6 +69,34 @@ def routes(context: Context) -> APIRouter:
         return json_response(
             {"status": "aborted", "aborted": sum(each.abort_requests(chosen) for each in named(request))}
         )
+
+    @router.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(body: TransferRequest, request: Request) -> Response:
+        """Prepare for a trainer that sends weights by NCCL, and wait until it has come; other ways need nothing."""
+        await change(request, lambda engines: engines.init_weight_transfer(body.init_info))
+        return json_response({"message": "Weight transfer initialized"})
+
+    @router.post("/start_weight_update")
+    async def start_weight_update(request: Request, model: str | None = None) -> Response:
+        """Begin an update of several parts, each a POST /update_weights; requests wait until it has ended."""
+        await change(request, Replicas.start_weight_update)
+        return json_response({"message": "Weight update started"})
+
+    @router.post("/update_weights")
+    async def update_weights(body: UpdateRequest, request: Request) -> Response:
+        """Update weights in place, all or some, between two steps; requests that run go on with the new ones.
+
+        400 names a tensor that does not fit, and nothing has changed. 503: it has failed half-way, and nothing is
+        served until the tensors that it was about have been updated.
+        """
+        await change(request, lambda engines: engines.update_weights(body.update_info))
+        return json_response({"message": "Weights updated"})
+
+    @router.post("/finish_weight_update")
+    async def finish_weight_update(body: FinishRequest, request: Request) -> Response:
+        """End an update of several parts, and name the weights."""
+        await change(request, lambda engines: engines.finish_weight_update(body.weight_version))
+        return json_response({"message": "Weight update finished"})
 
     @router.post("/update_weight_version")
     async def update_weight_version(body: VersionRequest, request: Request) -> Response:

@@ -33,6 +33,8 @@ OPERATIONS = [
     "POST /abort_requests",
     "POST /classify",
     "POST /detokenize",
+    "POST /finish_weight_update",
+    "POST /init_weight_transfer_engine",
     "POST /models/load",
     "POST /models/unload",
     "POST /pause",
@@ -44,9 +46,11 @@ OPERATIONS = [
     "POST /score",
     "POST /sleep",
     "POST /start_profile",
+    "POST /start_weight_update",
     "POST /stop_profile",
     "POST /tokenize",
     "POST /update_weight_version",
+    "POST /update_weights",
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/embeddings",
@@ -60,10 +64,10 @@ OPERATIONS = [
     "POST /wake_up",
 ]
 BODILESS = {"POST /pause", "POST /ping", "POST /reset_prefix_cache", "POST /resume", "POST /sleep", "POST /start_profile",
-            "POST /stop_profile", "POST /wake_up"}  # fmt: skip
+            "POST /start_weight_update", "POST /stop_profile", "POST /wake_up"}  # fmt: skip
 ALIASES = {"POST /v1/rerank", "POST /v1/score", "POST /v2/rerank"}  # of routes that are tried
-ELSEWHERE = {  # this server has no labels, /pooling is like embeddings, and others need the model that is loaded
-    "POST /classify", "POST /pooling", "POST /models/load", "POST /models/unload",
+ELSEWHERE = {  # this server has no labels, /pooling is like embeddings, and others need what is loaded or begun
+    "POST /classify", "POST /pooling", "POST /models/load", "POST /models/unload", "POST /finish_weight_update",
 }  # fmt: skip
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
@@ -86,6 +90,8 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/detokenize": {"tokens": [1]},
     "/abort_requests": {"request_ids": ["nobodys"]},
     "/update_weight_version": {"new_version": "7"},
+    "/init_weight_transfer_engine": {"init_info": {}},
+    "/update_weights": {"update_info": {"names": [], "dtype_names": [], "shapes": []}},
 }
 FREE = {  # fields whose values are good by themselves; of others, no schema says which go with which
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",

@@ -43,6 +43,7 @@ from atom.config.load import load
 from atom.config.schema_keys import keys
 from atom.config.spelling import ALIASES
 from atom.entrypoints.args import EngineArgs
+from atom.examples import grpo
 from atom.graph.ops import OPS
 from atom.jobs import FOLDERS, generate
 from atom.jobs.bench import job as bench
@@ -203,6 +204,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("atom.config.recipes.fetch_file", lambda *_, **__: here / "mine.yaml")
     run_jobs_here(monkeypatch)
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
+    monkeypatch.setattr(grpo, "train", lambda args: None)
     for module in (benchmark_serving, matrix, compare):
         monkeypatch.setattr(module, "run", lambda args: 0)
     yield here

@@ -16,6 +16,8 @@ def test_the_reward_rises_by_the_weights_that_the_server_is_given(capsys: pytest
     steps, rewards, versions, apart = zip(*lines, strict=True)
     assert list(map(int, steps)) == list(range(13))
     assert list(versions) == ["default", *(f"step-{step}" for step in range(1, 13))]
-    assert all(float(each) < 1e-4 for each in apart), "the server's log probabilities are those of the trainer's weights"
+    assert all(float(each) < 1e-4 for each in apart), (
+        "the server's log probabilities are those of the trainer's weights"
+    )
     assert 0.4 < float(rewards[0]) < 0.6, "half of the tokens are even"
     assert sum(map(float, rewards[-3:])) / 3 > 0.8

@@ -77,6 +77,7 @@ class StubEngine:
     is_profiling: bool = False
     is_sleeping: bool = False
     is_paused: bool = False
+    is_updating: bool = False
     weight_version: str = "default"
     weights_fault: str = ""
     cached: set[tuple[int, ...]] = field(default_factory=set)  # beginnings of prompts, in whole blocks
@@ -245,8 +246,8 @@ class StubEngine:
 
     def update_weights(self, info: dict[str, Any], *, keep_cache: bool, on_step: object) -> None:
         """Fail half-way in the replicas whose numbers are among the names, and as a whole for the name `nobody`."""
-        if "nobody" in info["names"]:
-            raise RequestError("there is no tensor nobody")
+        if info["names"][0] in ("nobody", f"not of {self.replica}"):
+            raise RequestError(f"there is no tensor {info['names'][0]}")
         self.weights_fault = "an update has failed half-way" if str(self.replica) in info["names"] else ""
         if self.weights_fault:
             raise WeightsIncompleteError(self.weights_fault)

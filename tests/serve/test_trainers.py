@@ -102,6 +102,7 @@ def test_parts_of_an_update_come_while_requests_wait(
     assert "under way" in ask(server, "POST", "/start_weight_update", status=400)["error"]["message"]
     answers: list[Any] = []
     late = begin(server.url, BODY, answers)
+    assert ask(server, "GET", "/is_paused") == {"is_paused": True}
     update(server, dict(tensors[:7]))
     wire.wait_until(
         lambda: sum(wire.metrics(server.url, KEY)[key] for key in metrics_of(server, "num_requests_waiting"))
@@ -199,6 +200,9 @@ def test_an_engine_whose_update_failed_half_way_serves_nothing_until_it_is_repea
     assert (refused.status, refused.json["error"]["message"]) == (503, "an update has failed half-way")
     assert wire.ask(server.url, "POST", "/update_weights", stub_update("a")).status == 200
     assert are_ready(server.url) and wire.ask(server.url, "POST", "/v1/completions", short).status == 200
+    differ = wire.ask(server.url, "POST", "/update_weights", stub_update("not of 1"))
+    message = "engines differ in their weights now, repeat the update: there is no tensor not of 1"
+    assert (differ.status, differ.json["error"]["message"]) == (503, message)
 
 
 def test_ranks_of_a_trainers_group_are_numbered_over_all_engines(start_server: Start):

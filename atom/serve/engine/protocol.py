@@ -198,7 +198,7 @@ class Done(Message):
     error: str = ""
     is_internal: bool = False  # the error is nothing that an operator can mend; the engine's log has it
     is_sleeping: bool = False  # the engine, since; what fails half-way may leave it so
-    is_paused: bool = False  # the engine, since
+    is_paused: bool = False  # the engine starts no step, since
     weight_version: str = DEFAULT_VERSION  # the engine's, since
     weights_fault: str = ""  # why the engine serves nothing, since
 

@@ -258,7 +258,7 @@ class Replicas:
 
     async def start_weight_update(self) -> None:
         """Begin an update of several parts in all engines; requests wait until it has ended."""
-        await self._ask_all(EngineClient.start_weight_update)
+        await self._change_weights(EngineClient.start_weight_update)
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         """Update the weights of all engines. info: vLLM's update_info. RequestError if nothing has changed.
@@ -278,13 +278,16 @@ class Replicas:
         for each in self:  # ahead of it: one may die in it
             each.has_new_weights = True
         done = await asyncio.gather(*map(ask, serving), return_exceptions=True)
+        faults = [each for each in done if each is not None]
+        if broken := next((client.weights_fault for client in serving if client.weights_fault), ""):
+            raise WeightsIncompleteError(broken)
         if all(isinstance(each, RequestError) for each in done):
             for each in self:
                 each.has_new_weights = had_new
-        if broken := next((client.weights_fault for client in serving if client.weights_fault), ""):
-            raise WeightsIncompleteError(broken)
-        if fault := next((each for each in done if each is not None), None):
-            raise fault
+        elif faults:
+            raise WeightsIncompleteError(f"engines differ in their weights now, repeat the update: {faults[0]}")
+        if faults:
+            raise faults[0]
 
     async def sleep(self, level: int, mode: str) -> None:
         """Have all engines give up their memory. RequestError if one cannot; the others sleep."""

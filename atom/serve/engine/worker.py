@@ -336,7 +336,7 @@ class Worker:
             done = Done(id, "", "internal error, the engine's log has it", is_internal=True)
         else:
             done = Done(id, "" if written is None else str(written))
-        done.is_sleeping, done.is_paused = self.engine.is_sleeping, self.engine.is_paused
+        done.is_sleeping, done.is_paused = self.engine.is_sleeping, self.engine.is_paused or self.engine.is_updating
         done.weight_version, done.weights_fault = self.engine.weight_version, self.engine.weights_fault
         self._link.send(done)
 

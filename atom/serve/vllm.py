@@ -102,6 +102,7 @@ ROUTES = {
     "/v1/unload_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v2/embed": "write POST /v1/embeddings",
     "/weight_checker": "POST /update_weights refuses what does not fit; GET /weight_info names the weights",
+    "/weight_version": "write GET /weight_info",
 }
 
 

@@ -55,30 +55,46 @@ class SharedWeights:
 
 
 class IpcWeights:
-    """CUDA IPC handles of tensors on one GPU, which stay where they are until the context is left."""
+    """CUDA IPC handles of tensors on one GPU, which stay where they are until the context is left.
+
+    Several updates may be sent in one context, of parameters that an optimizer changes in place: an engine that was
+    sent {"init_info": {"keep_open": True}} opens their memory only once.
+    """
 
     def __init__(self, tensors: Tensors) -> None:
-        """Raises RequestError for a tensor that is not on a GPU."""
-        self._tensors = [(name, tensor.detach().contiguous()) for name, tensor in pairs_of(tensors)]
+        """Raises RequestError for a tensor that is not on a GPU, or not contiguous."""
+        self._tensors = [(name, tensor.detach()) for name, tensor in pairs_of(tensors)]
         if outside := next((name for name, tensor in self._tensors if not tensor.is_cuda), None):
             raise RequestError(f"tensor {outside} is not on a GPU: send SharedWeights")
-        self.update_info: dict[str, Any] = {}  # for an engine in this process's reach: a function call, or Ray
-        self.json_update_info: dict[str, Any] = {}  # the same for HTTP
+        if loose := next((name for name, tensor in self._tensors if not tensor.is_contiguous()), None):
+            raise RequestError(f"tensor {loose} is not contiguous: send a copy that is")
+        self._info: dict[str, Any] = {}
+        self._handles: list[Any] = []
+        self._pickled = ""
 
     def __enter__(self) -> IpcWeights:
-        torch.cuda.synchronize()  # they are what they are to be
-        handles = [
+        self._info = plain(describe_tensors(self._tensors))
+        self._handles = [
             {uuid_of(tensor): reduce_tensor(tensor)[1]}  # type: ignore[no-untyped-call]
             for _, tensor in self._tensors
         ]
-        described = plain(describe_tensors(self._tensors))
-        self.update_info = {**described, "ipc_handles": handles}
-        self.json_update_info = {**described, "ipc_handles_pickled": base64.b64encode(write_pickle(handles)).decode()}
+        self._pickled = base64.b64encode(write_pickle(self._handles)).decode()
         return self
 
+    @property
+    def update_info(self) -> dict[str, Any]:
+        """For a function call, or Ray; returned once all that has been launched on this GPU has written its results."""
+        torch.cuda.synchronize()
+        return {**self._info, "ipc_handles": self._handles}
+
+    @property
+    def json_update_info(self) -> dict[str, Any]:
+        """The same for HTTP."""
+        torch.cuda.synchronize()
+        return {**self._info, "ipc_handles_pickled": self._pickled}
+
     def __exit__(self, *_: object) -> None:
-        self._tensors = []
-        self.update_info = self.json_update_info = {}
+        self._tensors, self._handles, self._info, self._pickled = [], [], {}, ""
 
 
 class NcclSender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ctypes
 import json
 import os
 import pickle
@@ -12,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import adapters
 import gguf_files
 import pytest
 import tiny
@@ -28,9 +31,12 @@ from atom.checkpoint import SILENT
 from atom.config.checkpoint import open_for
 from atom.errors import RequestError, UnsupportedError, WeightsIncompleteError
 from atom.graph import TORCH_DTYPES
+from atom.kernels.broadcast import read_id
+from atom.runtime.weight_updates import RankWeights
 from atom.trainer import SharedWeights
 from atom.weights.evaluate import tensors_in
-from atom.weights.transfers import UpdateInfo, cut_buffers, unpickle_handles
+from atom.weights.shared_file import describe_tensors
+from atom.weights.transfers import InitInfo, NCCLTransfer, UpdateInfo, cut_buffers, unpickle_handles
 
 __all__ = ["thread_ranks"]
 
@@ -312,6 +318,8 @@ TRAINER = """
 import json, sys
 from safetensors.torch import load_file
 from atom.graph import TORCH_DTYPES
+from atom.kernels.broadcast import read_id
+from atom.runtime.weight_updates import RankWeights
 from atom.trainer import SharedWeights
 
 with SharedWeights(load_file(sys.argv[1])) as shared:
@@ -518,7 +526,7 @@ def test_a_pickle_of_handles_calls_nothing():
     def pickled(value: Any) -> str:
         return base64.b64encode(pickle.dumps(value)).decode()
 
-    handle = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16, 0, b"handle", 64, 0, False,
+    handle = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 0, b"handle", 64, 0, False,
               b"counter", 0, b"event", True)  # fmt: skip
     assert unpickle_handles(pickled([{"GPU-1": handle}])) == [{"GPU-1": handle}]
     with pytest.raises(
@@ -549,6 +557,100 @@ INFO: dict[str, Any] = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat1
 def test_what_a_trainer_says_is_checked(change: dict[str, Any], message: str):
     with pytest.raises(RequestError, match="^update_info: " + re.escape(message)):
         UpdateInfo.read({**INFO, **change})
+
+
+class Broadcasts:
+    """The other end of an NCCL group: gives the bytes that a trainer sends, in its buffers."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.buffers, self.num_ahead, self.ended = iter(buffers), 0, False
+
+    def receive(self, num_bytes: int) -> Any:
+        content = next(self.buffers)
+        assert content.numel() == num_bytes
+        self.num_ahead += 1
+        return SimpleNamespace(wait=lambda: self._arrive(content))
+
+    def _arrive(self, content: Tensor) -> Tensor:
+        assert 1 <= self.num_ahead <= 2, "one is used, another one arrives"
+        self.num_ahead -= 1
+        return content
+
+    def synchronize(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("limit", [0, 40, 1 << 20])
+def test_broadcast_buffers_are_cut_into_tensors(limit: int):
+    sent = [("a", torch.rand(3, 5)), ("b", torch.rand(3).bfloat16()), ("c", torch.rand(2, 2)), ("d", torch.tensor(7))]
+    flat = [tensor.reshape(-1).view(torch.uint8) for _, tensor in sent]
+    groups = cut_buffers([each.numel() for each in flat], limit)
+    assert len(groups) == {0: 4, 40: 2}.get(limit, 1)
+    info = describe_tensors(sent)
+    group: Any = Broadcasts([torch.cat([flat[at] for at in places]) for places in groups])
+    init = InitInfo(packed=limit > 0, packed_buffer_size_bytes=limit or 1)
+    arrived = [each for part in NCCLTransfer(info, group, init).parts() for each in part]
+    assert [name for name, _ in arrived] == ["a", "b", "c", "d"] and group.ended
+    for (_, ours), (_, theirs) in zip(arrived, sent, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)  # also c, which no multiple of 4 bytes precedes
+
+
+class ncclUniqueId(ctypes.Structure):
+    """As in vllm/distributed/device_communicators/pynccl_wrapper.py."""
+
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+def test_the_id_of_a_communicator_is_read_as_vllm_and_as_we_write_it():
+    made = ncclUniqueId.from_buffer_copy(bytes(range(128)))
+    assert read_id(pickle.dumps(made)) == read_id(pickle.dumps(bytes(range(128)))) == bytes(range(128))
+    for wrong in (b"short", 1, Evil()):
+        with pytest.raises(RequestError, match=r"^the id of an NCCL communicator (is|cannot be read: it names posix)"):
+            read_id(pickle.dumps(wrong))
+
+
+def test_a_rank_that_fails_leaves_no_mixture_to_be_served(
+    updated: Callable[[str], Path], open_engine: Open, thread_ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+):
+    engine, new = open_engine("llama", tensor_parallel_size=2), stored(updated("llama"))
+    opened, applied = RankWeights.open, RankWeights.apply
+
+    def fail(place: str, work: Any) -> Any:
+        def run(self: RankWeights, *args: Any, **options: Any) -> None:
+            if self.rank == 1:
+                raise OSError(f"cannot {place}")
+            work(self, *args, **options)
+
+        return run
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankWeights, "open", fail("open", opened))
+        with pytest.raises(RequestError, match=r"cannot open$"):
+            engine.update_weights(new)
+    assert engine.generate(PROMPTS, GREEDY), "nothing had been written"
+    with monkeypatch.context() as patched:
+        patched.setattr(RankWeights, "apply", fail("apply", applied))
+        with pytest.raises(
+            WeightsIncompleteError, match=r"incomplete \(.*cannot apply\): update lm_head\.weight and 29 more"
+        ):
+            engine.update_weights(new)
+    with pytest.raises(WeightsIncompleteError):
+        engine.generate(PROMPTS, GREEDY)
+    engine.update_weights(new)
+    assert_logprobs(engine, updated("llama"))
+
+
+def test_adapters_stay_what_they_are(updated: Callable[[str], Path], open_engine: Open, tmp_path: Path):
+    engine, folder = open_engine("llama", enable_lora=True), updated("llama")
+    engine.load_lora_adapter("some", str(adapters.save(tiny.reference(folder), tmp_path / "some")))
+    engine.update_weights(stored(folder))
+    plain, adapted = (engine.generate(PROMPTS, GREEDY, adapters=name) for name in (None, "some"))
+    other = LLMEngine(str(folder), **FIELDS, lora_modules={"some": str(tmp_path / "some")})
+    assert [each["token_ids"] for each in adapted] == [
+        each["token_ids"] for each in other.generate(PROMPTS, GREEDY, adapters="some")
+    ]
+    assert [each["token_ids"] for each in adapted] != [each["token_ids"] for each in plain]
+    other.close()
 
 
 def test_info_that_an_engine_cannot_take_is_refused(open_engine: Open, tmp_path: Path):

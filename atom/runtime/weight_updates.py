@@ -31,7 +31,7 @@ from atom.weights.arrived import Naming
 from atom.weights.checks import check_tensor
 from atom.weights.evaluate import Loaded
 from atom.weights.shared_file import describe_tensors, write_shared
-from atom.weights.transfers import InitInfo, LocalTransfer, Transfer, UpdateInfo, open_transfer
+from atom.weights.transfers import InitInfo, Kept, LocalTransfer, Transfer, UpdateInfo, open_transfer
 from atom.weights.update import LiveWeights, Update
 
 SKIPPED = "\0"  # begins the name of a tensor that nothing reads
@@ -55,7 +55,7 @@ class RankWeights:
     _live: LiveWeights | None = None  # cut when it is first needed
     _init: InitInfo = field(default_factory=InitInfo)
     _group: BroadcastGroup | None = None
-    _kept: list[Tensor] = field(default_factory=list)  # memory of the trainer that stays open
+    _kept: Kept = field(default_factory=dict)  # memory of the trainer that stays open
     _update: Update | None = None
     _transfer: Transfer | None = None
 
@@ -73,9 +73,10 @@ class RankWeights:
         address, port = info.master_address or "", info.master_port or 0
         self._group = join(rank, size, id=info.unique_id(), address=address, port=port, timeout=info.timeout)
 
-    def open(self, info: UpdateInfo, tensors: Named | None = None, *, is_whole: bool) -> None:
+    def open(self, info: UpdateInfo, names: set[str], tensors: Named | None = None, *, is_whole: bool) -> None:
         """Open a part of an update, and check it; nothing is written. RequestError says why it cannot be taken.
 
+        names: of its tensors as they are stored
         tensors: of this process; None: the info says where they are
         is_whole: it is the only part
         """
@@ -84,7 +85,7 @@ class RankWeights:
         if self._update is None:
             self._update = Update(self._live, self.naming, self.open_stored, self.replaced, self.alike)
         if is_whole:
-            self._update.expect(names_of(info, self.naming))
+            self._update.expect(names)
         if tensors is not None:
             self._transfer = LocalTransfer(tensors)
         else:
@@ -154,7 +155,8 @@ class RankWeights:
                 case "init":
                     self.init(msgspec.msgpack.decode(message.info, type=InitInfo))
                 case "open":
-                    self.open(UpdateInfo.decode(message.info), is_whole=message.is_whole)
+                    info = UpdateInfo.decode(message.info)
+                    self.open(info, names_of(info, self.naming), is_whole=message.is_whole)
                 case "apply":
                     names = msgspec.msgpack.decode(message.info, type=set[str])
                     self.apply(names, is_whole=message.is_whole)
@@ -206,6 +208,7 @@ class WeightUpdates:
         self._missing: set[str] = set()  # tensors that a failed update has named, and none has brought since
         self._why = ""  # they are
         self._given: set[str] = set()  # tensors of the update under way
+        self._matched: tuple[Any, list[str]] = None, []  # the last header that fitted, and its tensors' names here
 
     @property
     def fault(self) -> str:
@@ -247,7 +250,7 @@ class WeightUpdates:
         with ExitStack() as opened:
             body = b"" if self._others is None else opened.enter_context(self._share(info, tensors)).encode()
             message = ChangeWeights("open", body, is_whole)
-            if failed := self._on_all(message, lambda: self._own.open(info, tensors, is_whole=is_whole)):
+            if failed := self._on_all(message, lambda: self._own.open(info, names, tensors, is_whole=is_whole)):
                 if is_whole:
                     self._close()
                 raise RequestError(join_reasons(failed))
@@ -304,13 +307,20 @@ class WeightUpdates:
         """The same with the names of the model's files. RequestError names a tensor that does not fit."""
         if not info.names:
             raise RequestError("an update has to have tensors")
+        header = (info.names, info.dtype_names, info.shapes)
+        if header == self._matched[0]:  # as of a trainer that sends all of its tensors each time
+            return msgspec.structs.replace(info, names=self._matched[1])
         names: list[str] = []
+        seen: set[str] = set()
         self._naming.announce(info.names)
         unread = {other for _, other in self._own.alike}  # but compared
         for name, stored in info.stored().items():
             parts = self._find(name, stored)
             ours = name if parts.keys() & (self._expected.keys() | unread) else self._rename(name) or name
             parts = parts if ours == name else self._find(ours, stored)
+            if ours in seen:
+                raise RequestError(f"tensor {ours} is there twice")
+            seen.add(ours)
             if ours not in unread and not parts.keys() & self._expected.keys() and self._is_ignored(ours):
                 names.append(f"{SKIPPED}{ours}")
                 continue
@@ -322,6 +332,7 @@ class WeightUpdates:
                     raise RequestError(f"the model does not read tensor {part}")
                 with refusing():
                     check_tensor(part, cut, self._expected[part])
+        self._matched = header, names
         return msgspec.structs.replace(info, names=names)
 
     def _find(self, name: str, stored: StoredTensor) -> dict[str, StoredTensor]:

@@ -41,8 +41,9 @@ class Naming:
 
     def announce(self, names: Iterable[str]) -> None:
         """Find which of these are stacked, all at once."""
-        every = list(names)
-        self._parts |= {name: [] for name in every} | find_stacked(every, self._stacked)
+        every = [name for name in names if name not in self._parts]
+        if every:
+            self._parts |= {name: [] for name in every} | find_stacked(every, self._stacked)
 
     def cut(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
         """The equal parts of a stacked tensor, in the order of its bytes; of others the tensor itself.
@@ -94,14 +95,17 @@ class ArrivedTensors(Checkpoint):
     def add(self, name: str, tensor: Tensor) -> list[str]:
         """Add a tensor, or its parts; the names added. UnsupportedError for an unknown dtype."""
         cut = self.naming.cut(name, describe(name, tensor))
-        parts = tensor.detach().reshape(len(cut), *next(iter(cut.values())).shape).unbind()
-        added: dict[str, Tensor] = {}
+        parts: Sequence[Tensor] = [tensor.detach()]
+        if len(cut) > 1 or name not in cut:
+            parts = parts[0].reshape(len(cut), *next(iter(cut.values())).shape).unbind()
+        added: list[str] = []
         for (part, stored), content in zip(cut.items(), parts, strict=True):
             leaf = self.naming.find_packed(part, stored)
-            added |= {part: content} if leaf is None else pack_stored(leaf, content)
-        self._arrived |= {part: describe(part, content) for part, content in added.items()}
-        self._tensors |= added
-        return list(added)
+            packed = {part: content} if leaf is None else pack_stored(leaf, content)
+            self._arrived |= {part: stored} if leaf is None else stored_parts(leaf)
+            self._tensors |= packed
+            added += packed
+        return added
 
     def keep(self, names: Iterable[str]) -> None:
         """Copy tensors, whose memory may be written over from now on."""

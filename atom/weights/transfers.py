@@ -32,6 +32,7 @@ from atom.process.pickles import read_pickle, write_pickle
 from atom.weights.arrived import DTYPE_NAMES
 
 Part = Sequence[tuple[str, Tensor]]
+Kept = dict[tuple[Any, ...], Tensor]  # opened IPC handles, by their arguments
 BUFFER_BYTES = 1 << 30  # of packed tensors, unless the trainer says otherwise, as in vLLM
 NUM_REBUILD_ARGS = 15  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 DEVICE_ARG = 6  # among them
@@ -42,6 +43,7 @@ IPC_NAMES = {  # what a pickle of IPC handles may name, besides dtypes
     ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
     ("torch", "UntypedStorage"): torch.UntypedStorage,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
 }
 
@@ -243,24 +245,22 @@ class IPCTransfer(Transfer):
 
     is_kept = True
 
-    def __init__(self, info: UpdateInfo, device: torch.device, kept: list[Tensor] | None = None) -> None:
-        """kept: keeps the memory of the last transfer open, and then that of this one; None: this one closes its own"""
+    def __init__(self, info: UpdateInfo, device: torch.device, kept: Kept | None = None) -> None:
+        """kept: memory of the last transfer that stays open, then of this one; None: this one closes its own"""
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handles = info.ipc_handles
         if isinstance(handles, Mapping):
             if info.tensor_sizes != info.sizes():
                 raise RequestError("update_info: tensor_sizes are not the bytes of the tensors in one buffer")
-            (buffer,) = _rebuild([handles], ["the buffer"], uuid, device)
+            (buffer,) = _rebuild([handles], ["the buffer"], uuid, device, kept)
             if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < sum(info.sizes()):
                 raise RequestError("update_info: the buffer of ipc_handles is too small, or not of bytes")
             parts = torch.split(buffer[: sum(info.sizes())], info.sizes())
             tensors = [_typed(part, dtype) for part, dtype in zip(parts, info.dtypes(), strict=True)]
         elif isinstance(handles, list) and len(handles) == len(info.names):
-            tensors = _rebuild(handles, info.names, uuid, device)
+            tensors = _rebuild(handles, info.names, uuid, device, kept)
         else:
             raise RequestError("update_info: ipc_handles are neither one for each tensor nor one of a buffer")
-        if kept is not None:
-            kept[:] = tensors
         self._tensors = []
         for name, tensor, dtype, shape in zip(info.names, tensors, info.dtypes(), info.shapes, strict=True):
             if tensor.dtype != dtype or tensor.numel() != torch.Size(shape).numel():
@@ -315,9 +315,7 @@ def cut_buffers(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def open_transfer(
-    info: UpdateInfo, device: str, group: BroadcastGroup | None, init: InitInfo, kept: list[Tensor]
-) -> Transfer:
+def open_transfer(info: UpdateInfo, device: str, group: BroadcastGroup | None, init: InitInfo, kept: Kept) -> Transfer:
     """The transfer that an update describes; nothing has been read yet. RequestError if it cannot be opened.
 
     group: of the trainer and all ranks, for NCCL; None: it was not set up
@@ -349,7 +347,11 @@ def _find_in_handle(module: str, name: str) -> Any:
     return IPC_NAMES.get((module, name))
 
 
-def _rebuild(handles: Sequence[Any], names: Sequence[str], uuid: str, device: torch.device) -> list[Tensor]:
+def _rebuild(
+    handles: Sequence[Any], names: Sequence[str], uuid: str, device: torch.device, kept: Kept | None
+) -> list[Tensor]:
+    """Open handles. kept: those that are open stay so if they come again, and are closed if they do not"""
+    opened: Kept = {}
     tensors = []
     for name, of_gpus in zip(names, handles, strict=True):
         if not isinstance(of_gpus, Mapping) or uuid not in of_gpus:
@@ -360,12 +362,16 @@ def _rebuild(handles: Sequence[Any], names: Sequence[str], uuid: str, device: to
             args = args[1]
         if not isinstance(args, tuple | list) or len(args) != NUM_REBUILD_ARGS:
             raise RequestError(f"update_info: the IPC handle of {name} is not that of torch {torch.__version__}")
-        own = [*args]
-        own[DEVICE_ARG] = device.index
+        own = (*args[:DEVICE_ARG], device.index, *args[DEVICE_ARG + 1 :])
         try:
-            tensors.append(rebuild_cuda_tensor(*own).detach())  # type: ignore[no-untyped-call]
+            tensor = None if kept is None else kept.get(own)
+            opened[own] = rebuild_cuda_tensor(*own).detach() if tensor is None else tensor  # type: ignore[no-untyped-call]
         except Exception as error:  # of the driver, or of wrong arguments
             raise RequestError(f"update_info: the IPC handle of {name} cannot be opened: {error}") from None
+        tensors.append(opened[own])
+    if kept is not None:
+        kept.clear()
+        kept.update(opened)
     return tensors
 
 

@@ -165,18 +165,28 @@ class Update:
         """
         tensors = list(tensors)
         self._arrived.naming.announce(name for name, _ in tensors)
-        added = [part for name, tensor in tensors for part in self._add(name, tensor)]
+        compared = [(name, tensor) for name, tensor in tensors if name in self._pairs]  # before anything is written
+        added = [part for name, tensor in compared for part in self._add(name, tensor)]
         self._check_pairs(added)
-        for name in added:
-            for unit in self._live.readers.get(name, ()):
-                self._waits[id(unit)] -= 1
-                if not self._waits[id(unit)]:
-                    self._write(unit)
+        self._write_ready(added)
+        for name, tensor in tensors:
+            if name not in self._pairs:
+                parts = self._add(name, tensor)
+                self._write_ready(parts)
+                added += parts
         for name in added:
             if not self._uses[name] and self._arrived.find(name) is not None:
                 self._source.drop([name])
         if keeps:
             self._arrived.keep(name for name in added if self._arrived.find(name) is not None)
+
+    def _write_ready(self, added: Iterable[str]) -> None:
+        """Write the units that have waited for these tensors only."""
+        for name in added:
+            for unit in self._live.readers.get(name, ()):
+                self._waits[id(unit)] -= 1
+                if not self._waits[id(unit)]:
+                    self._write(unit)
 
     @torch.inference_mode()
     def finish(self) -> None:

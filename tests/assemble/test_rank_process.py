@@ -43,10 +43,10 @@ class Runner:
 STEP = msgspec.msgpack.encode(StepInput(shape=BatchShape(1, 1, 1), is_decode=True, packed=bytearray(4)))
 
 
-def rank_of(runner: Runner, adapters: Any = None) -> tuple[Rank, list[str]]:
+def rank_of(runner: Runner, adapters: Any = None, weights: Any = None) -> tuple[Rank, list[str]]:
     answers: list[str] = []
     made: Any = Rank
-    return made(runner, Profiler(None), adapters, answers.append), answers
+    return made(runner, Profiler(None), adapters, weights, answers.append), answers
 
 
 def test_a_step_is_started_to_its_end_at_once():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from atom.assemble.calibration import find_calibrated
@@ -13,10 +13,8 @@ from atom.compiler import mesh_of, whole_graph
 from atom.config import Config
 from atom.config.stored_names import stacked_parts
 from atom.graph import Graph, Recipe
-from atom.graph.parts import stored_tensors
 from atom.runtime.ranks.driver import Driver
 from atom.runtime.weight_updates import RankWeights, WeightUpdates
-from atom.weights.arrived import Naming, packed_leaves
 from atom.weights.evaluate import Loaded
 
 
@@ -30,12 +28,11 @@ def open_rank_weights(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Co
             opened.pop_all()  # it is closed by who reads it
         return checkpoint
 
-    recipes = list(graph.recipes())
     return RankWeights(
-        recipes,
+        list(graph.recipes()),
         tensors,
         config.device,
-        Naming(stacked_parts(config.model), packed_leaves(recipes)),
+        stacked_parts(config.model),
         None if config.load_dummy else open_stored,
         lambda: check_values(tensors, config),
         rank,
@@ -58,12 +55,13 @@ def open_updates(
     rename: see `Checkpoint.name_of`
     is_one_host: whether all ranks are on this host
     """
-    recipes = list(whole_graph(graph, config).recipes())
-    naming = Naming(stacked_parts(config.model), packed_leaves(recipes))
-    expected = {leaf.name: leaf.type for recipe in recipes for leaf in stored_tensors(recipe)}
+
+    def find_recipes() -> Sequence[Recipe]:
+        return list(whole_graph(graph, config).recipes())
+
     own, ignored = open_rank_weights(graph, tensors, config), left_out(config)
     obstacle = find_obstacle(graph, config)
-    return WeightUpdates(own, naming, expected, rename, ignored, driver, obstacle, is_one_host=is_one_host)
+    return WeightUpdates(own, find_recipes, rename, ignored, driver, obstacle, is_one_host=is_one_host)
 
 
 def find_tied(config: Config) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Update the weights of a running engine, on all its ranks, between two steps.
 
-    updates = WeightUpdates(RankWeights(…), expected, driver)
+    updates = WeightUpdates(RankWeights(…), find_recipes, rename)
     updates.start()                              # no step may run from now on
     updates.add(UpdateInfo.read(update_info))    # or tensors of this process; RequestError: nothing has changed
     updates.finish()
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -25,9 +26,10 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint, StoredTensor
 from atom.errors import AtomError, CheckpointError, RequestError, UnsupportedError, WeightsIncompleteError, first_line
 from atom.graph import Recipe, Type
+from atom.graph.parts import stored_tensors
 from atom.kernels.broadcast import BroadcastGroup, join
 from atom.runtime.types import ChangeWeights
-from atom.weights.arrived import Naming
+from atom.weights.arrived import Naming, packed_leaves
 from atom.weights.checks import check_tensor
 from atom.weights.evaluate import Loaded
 from atom.weights.shared_file import describe_tensors, write_shared
@@ -45,7 +47,7 @@ class RankWeights:
     recipes: Sequence[Recipe]
     tensors: Mapping[Recipe, Loaded]
     device: str
-    naming: Naming
+    stacked: Mapping[str, Sequence[str]]  # see `unstack`
     open_stored: Callable[[], Checkpoint] | None  # opens the files; None: weights are random
     check_values: Callable[[], None]  # raises CheckpointError for values that cannot be served
     rank: int = 0
@@ -58,6 +60,11 @@ class RankWeights:
     _kept: Kept = field(default_factory=dict)  # memory of the trainer that stays open
     _update: Update | None = None
     _transfer: Transfer | None = None
+
+    @cached_property
+    def naming(self) -> Naming:
+        """Of tensors that arrive."""
+        return Naming(self.stacked, packed_leaves(self.recipes))
 
     def init(self, info: InitInfo) -> None:
         """Prepare for a trainer; join its group, if it will send by NCCL."""
@@ -182,8 +189,7 @@ class WeightUpdates:
     def __init__(
         self,
         own: RankWeights,
-        naming: Naming,
-        expected: Mapping[str, Type],
+        find_recipes: Callable[[], Sequence[Recipe]],
         rename: Callable[[str], str | None],
         ignored: Sequence[str] = (),
         others: Others | None = None,
@@ -193,9 +199,8 @@ class WeightUpdates:
     ) -> None:
         """
         own: of this rank
-        naming: of tensors that arrive, of the weights of all ranks
-        expected: the stored tensors that the model reads, on all ranks
-        rename: the name that a checkpoint's tensor has in `expected`; see `Checkpoint.name_of`
+        find_recipes: those of the model, of all ranks; called at the first update
+        rename: the name that a checkpoint's tensor has in them; see `Checkpoint.name_of`
         ignored: patterns of names that nothing reads
         others: the other ranks; None: there are none
         obstacle: why these weights cannot be updated; "": they can
@@ -203,12 +208,22 @@ class WeightUpdates:
         """
         self.num_updates = 0  # that have ended well
         self.is_open = False  # whether an update of several parts is under way
-        self._own, self._naming, self._expected, self._rename, self._ignored = own, naming, expected, rename, ignored
+        self._own, self._find_recipes, self._rename, self._ignored = own, find_recipes, rename, ignored
         self._others, self._obstacle, self._is_one_host = others, obstacle, is_one_host
         self._missing: set[str] = set()  # tensors that a failed update has named, and none has brought since
         self._why = ""  # they are
         self._given: set[str] = set()  # tensors of the update under way
         self._matched: tuple[Any, list[str]] = None, []  # the last header that fitted, and its tensors' names here
+
+    @cached_property
+    def _expected(self) -> Mapping[str, Type]:
+        """The stored tensors that the model reads, on all ranks."""
+        return {leaf.name: leaf.type for recipe in self._find_recipes() for leaf in stored_tensors(recipe)}
+
+    @cached_property
+    def _naming(self) -> Naming:
+        """Of tensors that arrive, of the weights of all ranks."""
+        return Naming(self._own.stacked, packed_leaves(self._find_recipes()))
 
     @property
     def fault(self) -> str:

@@ -136,9 +136,9 @@ class RankWeights:
 
     def _finish(self, update: Update) -> None:
         update.finish()
+        self.check_values()
         if self.device != "cpu":
             torch.cuda.synchronize()
-        self.check_values()
 
     def close(self) -> None:
         """End what is under way, as it is."""
@@ -213,7 +213,8 @@ class WeightUpdates:
         self._missing: set[str] = set()  # tensors that a failed update has named, and none has brought since
         self._why = ""  # they are
         self._given: set[str] = set()  # tensors of the update under way
-        self._matched: tuple[Any, list[str]] = None, []  # the last header that fitted, and its tensors' names here
+        # the last header that fitted, its tensors' names here, and those of all that are stored
+        self._matched: tuple[Any, list[str], set[str]] = None, [], set()
 
     @cached_property
     def _expected(self) -> Mapping[str, Type]:
@@ -256,10 +257,9 @@ class WeightUpdates:
         self._need()
         is_whole = not self.is_open
         tensors = None if isinstance(update, UpdateInfo) else update
-        info = self._match(update if isinstance(update, UpdateInfo) else describe_tensors(update))
+        info, names = self._match(update if isinstance(update, UpdateInfo) else describe_tensors(update))
         if tensors is not None:
             tensors = [(name, tensor) for name, (_, tensor) in zip(info.names, tensors, strict=True)]
-        names = names_of(info, self._naming)
         if again := self._given & names:
             raise RequestError(f"tensor {min(again)} has come before in this update")
         with ExitStack() as opened:
@@ -318,13 +318,16 @@ class WeightUpdates:
         if self._obstacle:
             raise UnsupportedError(self._obstacle)
 
-    def _match(self, info: UpdateInfo) -> UpdateInfo:
-        """The same with the names of the model's files. RequestError names a tensor that does not fit."""
+    def _match(self, info: UpdateInfo) -> tuple[UpdateInfo, set[str]]:
+        """The same with the names of the model's files, and those of all stored tensors that it brings.
+
+        RequestError names a tensor that does not fit.
+        """
         if not info.names:
             raise RequestError("an update has to have tensors")
         header = (info.names, info.dtype_names, info.shapes)
         if header == self._matched[0]:  # as of a trainer that sends all of its tensors each time
-            return msgspec.structs.replace(info, names=self._matched[1])
+            return msgspec.structs.replace(info, names=self._matched[1]), self._matched[2]
         names: list[str] = []
         seen: set[str] = set()
         self._naming.announce(info.names)
@@ -347,8 +350,9 @@ class WeightUpdates:
                     raise RequestError(f"the model does not read tensor {part}")
                 with refusing():
                     check_tensor(part, cut, self._expected[part])
-        self._matched = header, names
-        return msgspec.structs.replace(info, names=names)
+        info = msgspec.structs.replace(info, names=names)
+        self._matched = header, names, names_of(info, self._naming)
+        return info, self._matched[2]
 
     def _find(self, name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
         with refusing():

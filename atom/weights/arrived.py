@@ -94,10 +94,12 @@ class ArrivedTensors(Checkpoint):
 
     def add(self, name: str, tensor: Tensor) -> list[str]:
         """Add a tensor, or its parts; the names added. UnsupportedError for an unknown dtype."""
-        cut = self.naming.cut(name, describe(name, tensor))
-        parts: Sequence[Tensor] = [tensor.detach()]
-        if len(cut) > 1 or name not in cut:
-            parts = parts[0].reshape(len(cut), *next(iter(cut.values())).shape).unbind()
+        whole = describe(name, tensor)
+        cut = self.naming.cut(name, whole)
+        if cut.get(name) is whole and self.naming.find_packed(name, whole) is None:
+            self._arrived[name], self._tensors[name] = whole, tensor.detach()
+            return [name]
+        parts = tensor.detach().reshape(len(cut), *next(iter(cut.values())).shape).unbind()
         added: list[str] = []
         for (part, stored), content in zip(cut.items(), parts, strict=True):
             leaf = self.naming.find_packed(part, stored)

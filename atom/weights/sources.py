@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe, Repack, Repeat
-from atom.graph.recipes import leaves
+from atom.graph.recipes import leaves, once
 from atom.weights.arrived import ArrivedTensors, OnHost
 from atom.weights.calibration import Calibration
 from atom.weights.evaluate import Loaded, copy, view
@@ -97,6 +97,7 @@ class RandomSource(WeightSource):
             target.zero_()  # of indices, which must stay within bounds
 
 
+@once
 def is_computed(part: Recipe) -> bool:
     """Whether a part is more than numbers of a stored tensor, converted and moved."""
     return next(leaves(part)).type.fmt is not None or isinstance(part, Repack | Repeat)

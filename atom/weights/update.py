@@ -154,6 +154,8 @@ class Update:
         given = set(names)
         self._check_alike(given)
         self._pairs = {name: pair for name, pair in self._pairs.items() if given.issuperset(pair)}
+        if given.issuperset(self._live.readers):
+            return
         for unit in {id(unit): unit for name in given for unit in self._live.readers.get(name, ())}.values():
             self._check_rest(unit, given)
 
@@ -191,11 +193,8 @@ class Update:
     @torch.inference_mode()
     def finish(self) -> None:
         """Write the units of which only some tensors have arrived; the files have the others."""
-        waiting = [
-            unit
-            for unit in {id(unit): unit for name in self._seen for unit in self._live.readers.get(name, ())}.values()
-            if self._waits[id(unit)]
-        ]
+        touched = {id(unit): unit for name in self._seen for unit in self._live.readers.get(name, ())}
+        waiting = [unit for key, unit in touched.items() if self._waits[key]]
         self._check_alike(self._seen)
         for unit in waiting:
             self._check_rest(unit, self._seen)

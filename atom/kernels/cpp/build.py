@@ -24,7 +24,7 @@ from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
 from atom.cache.temporary import temporary_folder
 from atom.errors import ArtifactError
-from atom.kernels.cpu import instruction_set, libraries
+from atom.kernels.cpu import instruction_set, left_out, libraries
 from atom.process.child_process import start_python
 from atom.process.messages import say
 
@@ -108,6 +108,11 @@ def _ingredients(source: str) -> dict[str, str]:
     }
 
 
+def _without(flag: str) -> str:
+    """The compiler's flag for doing without instructions of /proc/cpuinfo's name."""
+    return "-mno-" + (flag.replace("_", "-") if flag.startswith("amx") else flag.replace("_", ""))
+
+
 def find_compiler() -> str | None:
     """The path of a C++ compiler that takes GCC's flags."""
     return shutil.which("g++") or shutil.which("clang++")
@@ -121,7 +126,7 @@ def _compile(source: str) -> bytes:
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     with temporary_folder() as folder, Path(folder, "errors.txt").open("w+") as errors:
         made = Path(folder) / LIBRARY
-        command = [compiler, *FLAGS, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
+        command = [compiler, *FLAGS, *(_without(flag) for flag in left_out()), str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
         code = _run(command, folder, errors)
         if code == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
             _Process.num_interrupted += 1

@@ -35,8 +35,13 @@ namespace {
 constexpr int64_t ROWS = LANES;      // of a panel
 constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for oneDNN
 #ifdef __AVX512F__
+#if defined __AVX512BF16__ || !defined __AVX512VNNI__
 constexpr bool HAS_SHORT_PRODUCTS = true; // whether oneDNN multiplies 16-bit numbers faster than float32
-constexpr int64_t FEW = 32;               // rows of x up to which numbers are unpacked in registers
+#else
+constexpr bool HAS_SHORT_PRODUCTS = false;
+#define HAS_INTEGER_DOTS // of rows of 16 bits
+#endif
+constexpr int64_t FEW = 32; // rows of x up to which numbers are unpacked in registers
 constexpr int MOST = 8;                   // rows whose sums stay in registers; of bfloat16 twice as many
 #else
 constexpr bool HAS_SHORT_PRODUCTS = false;
@@ -326,12 +331,17 @@ float sum(const float *x, int64_t count) {
   return total(sums) + rest;
 }
 
-/// Write a panel's part of y [rows, O]. made: fp32[rows, 16], to be multiplied by `power`
-template <class T> void write(const Layout &layout, int64_t panel, const Floats *made, float power, const T *bias, int64_t rows, T *y) {
+/// Write a panel's part of y [rows, O]. made: fp32[rows, 16], each `stride` from the last, to be multiplied by `power`
+template <class T> void write(const Layout &layout, int64_t panel, const Floats *made, int64_t stride, float power, const T *bias, int64_t rows, T *y) {
   const int64_t first = panel * ROWS, count = std::min(ROWS, layout.out - first);
   for (int64_t row = 0; row < rows; ++row) {
+    const Floats sums = made[row * stride] * power;
+    if (count == ROWS) {
+      narrow(bias ? sums + widen_vector(bias + first) : sums, y + row * layout.out + first);
+      continue;
+    }
     float numbers[ROWS];
-    narrow(made[row] * power, numbers);
+    narrow(sums, numbers);
     for (int64_t lane = 0; lane < count; ++lane)
       narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * layout.out + first + lane]);
   }
@@ -363,7 +373,7 @@ template <class T> void multiply_few(const Layout &layout, const uint8_t *panels
             return multiply_rows<K>(layout, panel, x, sums.data(), rows, made.data());
         multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data());
       });
-      write(layout, p, made.data(), power, bias, rows, y);
+      write(layout, p, made.data(), 1, power, bias, rows, y);
     }
   });
 }
@@ -393,7 +403,7 @@ template <class T> void multiply_by_panels(const Layout &layout, const uint8_t *
       step.template operator()<6>();
       step.template operator()<2>();
       step.template operator()<1>();
-      write(layout, p, made.data(), 1.0f, bias, rows, y);
+      write(layout, p, made.data(), 1, 1.0f, bias, rows, y);
     }
   });
 }
@@ -405,7 +415,11 @@ template <class F> void by_rows(int64_t rows, const F &f) {
     for (; row + M <= rows; row += M)
       f.template operator()<M>(row);
   };
+#ifdef HAS_INTEGER_DOTS
+  step.template operator()<6>();
+#else
   step.template operator()<4>();
+#endif
   step.template operator()<2>();
   step.template operator()<1>();
 }
@@ -515,7 +529,7 @@ template <class T> void multiply_some_shorts(const Layout &layout, const uint8_t
         for (int64_t row = 0; row < rows; ++row)
           for (int64_t block = 0; block < blocks; ++block)
             made[row] += minima[block] * shorts.sums[row * blocks + block];
-      write(layout, p, made.data(), 1.0f, bias, rows, y);
+      write(layout, p, made.data(), 1, 1.0f, bias, rows, y);
     }
   });
 }
@@ -528,6 +542,243 @@ template <class T> void multiply_shorts(const Layout &layout, const uint8_t *pan
 
 bool takes_shorts(const Layout &layout) {
   return layout.kind != FP8 && layout.kind != FP4 && layout.inner % BLOCK == 0 && layout.group % BLOCK == 0;
+}
+#endif
+
+#ifdef HAS_INTEGER_DOTS
+constexpr int64_t BLOCK = 32;            // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
+constexpr int64_t PANELS = 2;            // that are multiplied at a time
+constexpr int64_t FEW_DIGITS = 8;        // rows of x up to which numbers stay in registers
+constexpr int64_t SHORT_BYTES = 1 << 19; // of rows of x that are multiplied at a time: they stay in a core's cache
+
+/// x as integers of up to 2^14, multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is
+/// lost, but below 2^-15 of the block's largest number.
+struct Shorts {
+  std::vector<int16_t> numbers;    // [rows, inner]
+  std::vector<float> scales, sums; // [rows, blocks], of the numbers of x
+};
+
+template <class T> Shorts shorten(const T *x, int64_t rows, int64_t inner) {
+  const int64_t blocks = inner / BLOCK;
+  Shorts made{std::vector<int16_t>(rows * inner), std::vector<float>(rows * blocks), std::vector<float>(rows * blocks)};
+  torch::stable::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin * blocks; block < end * blocks; ++block) {
+      const Floats low = widen_vector(x + block * BLOCK), high = widen_vector(x + block * BLOCK + LANES);
+      const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps((__m512)low), _mm512_abs_ps((__m512)high)));
+      const float all = total(low + high);
+      const bool is_finite = std::isfinite(all);
+      const int32_t exponent = std::max(std::bit_cast<int32_t>(largest) >> 23, 27) - 126;
+      const float factor = is_finite ? std::bit_cast<float>((14 - exponent + 127) << 23) : 0.0f;
+      const __m512i top = _mm512_cvtps_epi32((__m512)(high * factor)), bottom = _mm512_cvtps_epi32((__m512)(low * factor));
+      int16_t *to = made.numbers.data() + block * BLOCK;
+      _mm256_storeu_si256((__m256i *)to, is_finite ? _mm512_cvtsepi32_epi16(bottom) : __m256i{});
+      _mm256_storeu_si256((__m256i *)(to + LANES), is_finite ? _mm512_cvtsepi32_epi16(top) : __m256i{});
+      made.scales[block] = is_finite ? std::bit_cast<float>((exponent - 14 + 127) << 23) : NAN;
+      made.sums[block] = all;
+    }
+  });
+  return made;
+}
+
+/// A panel's integers, two columns in a lane, and the scales and minima of its blocks; each with room for PANELS.
+template <Kind K> void unpack_pairs(const Layout &layout, const uint8_t *panel, Ints *y, Floats *block_scales, Floats *block_minima) {
+  Scales scales(layout);
+  const int32_t middle = has_middle(K) ? layout.middle : 0;
+  for (int64_t g = 0; g < layout.num_groups(); ++g) {
+    const auto [scale, minimum] = scales.take(panel);
+    const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
+    for (int64_t block = g * layout.group / BLOCK; block < end / BLOCK; ++block)
+      block_scales[block * PANELS] = scale, block_minima[block * PANELS] = minimum;
+    for (int64_t i = g * layout.group; i < end; i += std::max(columns_of(K), 2)) {
+      Ints *to = y + i / 2 * PANELS;
+      if constexpr (K == INT4) {
+        const Ints n = widen_integers(panel);
+        *to = (Ints)_mm512_sub_epi16((__m512i)((n | n << 12) & 0x000F000F), _mm512_set1_epi16(middle));
+      } else if constexpr (K == INT8) {
+        *to = (widen_integers((const int8_t *)panel) & 0xFFFF) | widen_integers((const int8_t *)panel + ROWS) << 16;
+      } else {
+        [&]<int... PAIR>(std::integer_sequence<int, PAIR...>) __attribute__((always_inline)) {
+          constexpr int BITS = bits_of(K);
+          ((to[PAIR * PANELS] = (Ints)_mm512_sub_epi16((__m512i)(extract<BITS, 2 * BITS * PAIR>(panel) | extract<BITS, 2 * BITS * PAIR + BITS>(panel) << 16),
+                                                       _mm512_set1_epi16(middle))),
+           ...);
+        }(std::make_integer_sequence<int, columns_of(K) / 2>());
+      }
+      panel += bytes_of(K) * std::max(2 / columns_of(K), 1);
+    }
+  }
+}
+
+/// y = panels x of M rows. pairs of unpack_pairs, x [M, inner] and scales and sums [M, blocks] of Shorts, y [M, PANELS]
+template <int M, bool HAS_MINIMA>
+void multiply_pairs(const Ints *pairs, const Floats *block_scales, const Floats *block_minima, int64_t blocks, const int16_t *x, const float *scales,
+                    const float *sums, Floats *y) {
+  Floats total[M][PANELS] = {};
+  for (int64_t block = 0; block < blocks; ++block, pairs += BLOCK / 2 * PANELS) {
+    __m512i part[M][PANELS] = {};
+    const int16_t *from = x + block * BLOCK;
+#pragma GCC unroll 16
+    for (int64_t pair = 0; pair < BLOCK / 2; ++pair)
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512i both = _mm512_set1_epi32(load<int32_t>(from + m * blocks * BLOCK + 2 * pair));
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; ++p)
+          part[m][p] = _mm512_dpwssd_epi32(part[m][p], load<__m512i>(pairs + pair * PANELS + p), both);
+      }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; ++p) {
+        total[m][p] += (Floats)_mm512_cvtepi32_ps(part[m][p]) * (block_scales[block * PANELS + p] * scales[m * blocks + block]);
+        if (HAS_MINIMA)
+          total[m][p] += block_minima[block * PANELS + p] * sums[m * blocks + block];
+      }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int p = 0; p < PANELS; ++p)
+      y[m * PANELS + p] = total[m][p];
+}
+
+/// Multiply some rows of 16 bits by panels of integers.
+template <class T> void multiply_some_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t inner = layout.inner, blocks = inner / BLOCK, num_panels = layout.num_panels();
+  const Shorts shorts = shorten(x, rows, inner);
+  torch::stable::parallel_for(0, (num_panels + PANELS - 1) / PANELS, 1, [&](int64_t begin, int64_t end) {
+    std::vector<Ints> pairs(inner / 2 * PANELS);
+    std::vector<Floats> scales(blocks * PANELS), minima(blocks * PANELS), made(rows * PANELS);
+    for (int64_t first = begin * PANELS; first < std::min(end * PANELS, num_panels); first += PANELS) {
+      const int64_t count = std::min(PANELS, num_panels - first);
+      by_kind(layout.kind, [&]<Kind K>() {
+        if constexpr (K != FP8 && K != FP4)
+          for (int64_t p = 0; p < count; ++p)
+            unpack_pairs<K>(layout, panels + (first + p) * layout.panel_size(), pairs.data() + p, scales.data() + p, minima.data() + p);
+      });
+      by_rows(rows, [&]<int M>(int64_t row) {
+        const auto multiply = layout.has_minima ? multiply_pairs<M, true> : multiply_pairs<M, false>;
+        multiply(pairs.data(), scales.data(), minima.data(), blocks, shorts.numbers.data() + row * inner, shorts.scales.data() + row * blocks,
+                 shorts.sums.data() + row * blocks, made.data() + row * PANELS);
+      });
+      for (int64_t p = 0; p < count; ++p)
+        write(layout, first + p, made.data() + p, PANELS, 1.0f, bias, rows, y);
+    }
+  });
+}
+
+/// The same of any number of rows.
+template <class T> void multiply_shorts(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t at_once = std::max<int64_t>(SHORT_BYTES / (2 * layout.inner) / 6 * 6, 48);
+  for (int64_t row = 0; row < rows; row += at_once)
+    multiply_some_shorts(layout, panels, x + row * layout.inner, bias, std::min(at_once, rows - row), y + row * layout.out);
+}
+
+bool takes_shorts(const Layout &layout) {
+  return layout.kind != FP8 && layout.kind != FP4 && layout.inner % BLOCK == 0 && layout.group % BLOCK == 0;
+}
+
+/// Shorts as two digits of 8 bits, four columns of a row side by side as multiply_digits takes them: bytes [rows, blocks, 64].
+/// Of a block: lower and upper digits of columns 0, 2, 4, 6, then of 1, 3, 5, 7, …; of 8-bit weights, of 0 to 3, 4 to 7, …
+std::vector<int8_t> split_digits(Kind kind, const std::vector<int16_t> &numbers) {
+  std::vector<int8_t> made(numbers.size() * 2);
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+  for (size_t i = 0; i < numbers.size(); i += BLOCK) {
+    const __m512i n = _mm512_loadu_si512(numbers.data() + i);
+    __m256i low = _mm512_cvtepi16_epi8(n), high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(n, _mm512_set1_epi16(128)), 8));
+    if (kind == INT4)
+      low = _mm256_shuffle_epi8(low, order), high = _mm256_shuffle_epi8(high, order);
+    const __m256i first = _mm256_unpacklo_epi32(low, high), second = _mm256_unpackhi_epi32(low, high);
+    _mm256_storeu_si256((__m256i *)(made.data() + 2 * i), _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256((__m256i *)(made.data() + 2 * i + BLOCK), _mm256_permute2x128_si256(first, second, 0x31));
+  }
+  return made;
+}
+
+/// 4 x 16 bytes transposed: a lane has those of its row.
+[[gnu::always_inline]] inline __m512i transpose_bytes(const uint8_t *from) {
+  const __m512i fours = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), load<__m512i>(from));
+  return _mm512_shuffle_epi8(fours, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+
+/// y = panel x of M rows, of 4 or 8 bits. digits of split_digits, scales and sums [M, blocks] of Shorts
+/// offsets i32[M, blocks]: -middle times the sum of a block's integers
+template <Kind K, int M>
+void multiply_digits(const Layout &layout, const uint8_t *panel, const int8_t *digits, const float *scales, const float *sums, const int32_t *offsets,
+                     Floats *y) {
+  constexpr int PARTS = K == INT4 ? 2 : 1;
+  constexpr int CHAINS = M > 2 ? 1 : 2; // sums that do not wait for each other
+  const int64_t blocks = layout.inner / BLOCK;
+  const uint8_t *at = panel;
+  Scales of_groups(layout);
+  Floats total[M] = {};
+  int64_t block = 0;
+  for (int64_t g = 0; g < layout.num_groups(); ++g) {
+    const auto [scale, minimum] = of_groups.take(at);
+    for (const int64_t end = std::min(layout.inner, (g + 1) * layout.group) / BLOCK; block < end; ++block) {
+      __m512i low[M][CHAINS] = {}, high[M][CHAINS] = {};
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m)
+        low[m][0] = _mm512_set1_epi32(offsets[m * blocks + block]);
+#pragma GCC unroll 8
+      for (int chunk = 0; chunk < 8 / PARTS; ++chunk, at += 64) {
+        __builtin_prefetch(at + AHEAD);
+        const __m512i bytes = transpose_bytes(at);
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; ++part) {
+          const __m512i numbers = K == INT8 ? _mm512_xor_si512(bytes, _mm512_set1_epi8(-128))
+                                            : _mm512_and_si512(part ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) {
+            const int8_t *own = digits + (m * blocks + block) * 2 * BLOCK + (chunk * PARTS + part) * 8;
+            const int chain = (chunk * PARTS + part) % CHAINS;
+            low[m][chain] = _mm512_dpbusd_epi32(low[m][chain], numbers, _mm512_set1_epi32(load<int32_t>(own)));
+            high[m][chain] = _mm512_dpbusd_epi32(high[m][chain], numbers, _mm512_set1_epi32(load<int32_t>(own + 4)));
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        Ints all = (Ints)low[m][0], upper = (Ints)high[m][0];
+        if (CHAINS > 1)
+          all += (Ints)low[m][CHAINS - 1], upper += (Ints)high[m][CHAINS - 1];
+        total[m] += convert<Floats>(all + (upper << 8)) * (scale * scales[m * blocks + block]);
+        if (layout.has_minima)
+          total[m] += minimum * sums[m * blocks + block];
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    y[m] = total[m];
+}
+
+/// Multiply a few rows of 16 bits by numbers of 4 or 8 bits, which stay in registers.
+template <class T> void multiply_few_digits(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t inner = layout.inner, blocks = inner / BLOCK;
+  const Shorts shorts = shorten(x, rows, inner);
+  const std::vector<int8_t> digits = split_digits(layout.kind, shorts.numbers);
+  std::vector<int32_t> offsets(rows * blocks);
+  const int32_t middle = layout.kind == INT8 ? 128 : layout.middle;
+  if (middle)
+    for (int64_t block = 0; block < rows * blocks; ++block) {
+      const __m512i ones = _mm512_set1_epi16(1), numbers = _mm512_loadu_si512(shorts.numbers.data() + block * BLOCK);
+      offsets[block] = -middle * _mm512_reduce_add_epi32(_mm512_madd_epi16(numbers, ones));
+    }
+  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Floats> made(rows);
+    for (int64_t p = begin; p < end; ++p) {
+      const uint8_t *panel = panels + p * layout.panel_size();
+      int64_t row = 0;
+      auto step = [&]<int M>() {
+        const auto multiply = layout.kind == INT4 ? multiply_digits<INT4, M> : multiply_digits<INT8, M>;
+        for (; row + M <= rows; row += M)
+          multiply(layout, panel, digits.data() + row * inner * 2, shorts.scales.data() + row * blocks, shorts.sums.data() + row * blocks,
+                   offsets.data() + row * blocks, made.data() + row);
+      };
+      step.template operator()<4>();
+      step.template operator()<2>();
+      step.template operator()<1>();
+      write(layout, p, made.data(), 1, 1.0f, bias, rows, y);
+    }
+  });
 }
 #endif
 
@@ -583,18 +834,34 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
   const int64_t rows = x.size(0);
   Tensor y = torch::stable::new_empty(x, {rows, layout.out});
   by_dtype(x, [&]<class T>() {
+    const uint8_t *stored = elements<uint8_t>(panels);
+    const T *shift = bias ? elements<T>(*bias) : nullptr;
+#ifdef HAS_INTEGER_DOTS
+    if constexpr (!std::is_same_v<T, float>)
+      if (takes_shorts(layout)) {
+        const bool is_digits = layout.kind == INT4 || layout.kind == INT8;
+        if (is_digits && rows <= FEW_DIGITS)
+          return multiply_few_digits<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
+        if (rows > 4)
+          return multiply_shorts<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
+      }
+#endif
     if (rows <= FEW)
-      multiply_few<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+      multiply_few<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
     else if constexpr (HAS_SHORT_PRODUCTS)
-      multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
+      multiply_many<T>(layout, stored, x, bias, y);
     else {
 #ifdef HAS_INTEGER_PRODUCTS
       if constexpr (!std::is_same_v<T, float>)
         if (takes_shorts(layout))
-          return multiply_shorts<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+          return multiply_shorts<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
 #endif
       const Tensor wide = as_floats(x);
-      multiply_by_panels<T>(layout, elements<uint8_t>(panels), elements<float>(wide), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+#ifdef HAS_INTEGER_DOTS
+      multiply_many<float>(layout, stored, wide, bias ? std::optional(as_floats(*bias)) : bias, y);
+#else
+      multiply_by_panels<T>(layout, stored, elements<float>(wide), shift, rows, elements<T>(y));
+#endif
     }
   });
   return y;

@@ -8,14 +8,15 @@
 // Numbers of a column, or of two of 4 bits, are 16 bytes, an even column's in the lower halves. Numbers of 5 bits of 32
 // columns, and of 6 bits of 16, are 32-bit words: 16 times a row's first 32 bits, then the next ones.
 //
-// With AVX512_BF16, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows of what
-// has no table of values take longer so.
+// With AVX512_BF16 and no AMX, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows
+// of what has no table of values take longer so.
 //
-// e4m3 and e2m1 become float32 by shifting their bits, 2^-120 and 2^-126 times their value: x and the scales are larger by
-// half of that each. Sums are in float32.
+// e4m3 becomes float32 by shifting its bits, 2^-120 times its value: x and the scales are larger by half of that each. Sums
+// are in float32.
 //
-// With AVX2 only, more than a few rows of 16 bits are multiplied by integers as 16-bit integers, blocks of 32 columns summed
-// in 32 bits.
+// With AVX512_VNNI, unless pairs of bfloat16 are faster, rows of 16 bits are multiplied by integers as integers of 15 bits,
+// blocks of 32 columns summed in 32 bits: a few rows as two digits of 8 bits (vpdpbusd), more as 16 bits (vpdpwssd). With
+// AVX2 only, more than a few rows are, too (vpmaddwd). So x has the numbers that it has in bfloat16 elsewhere.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -35,18 +36,23 @@ namespace {
 constexpr int64_t ROWS = LANES;      // of a panel
 constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for oneDNN
 #ifdef __AVX512F__
-#if defined __AVX512BF16__ || !defined __AVX512VNNI__
+constexpr int64_t FEW = 32; // rows of x up to which numbers are unpacked in registers
+constexpr int MOST = 8;     // rows whose sums stay in registers; of bfloat16 twice as many
+#else
+constexpr int64_t FEW = 8;
+constexpr int MOST = 4;
+#endif
+#ifdef __AVX512BF16__
 constexpr bool HAS_SHORT_PRODUCTS = true; // whether oneDNN multiplies 16-bit numbers faster than float32
 #else
 constexpr bool HAS_SHORT_PRODUCTS = false;
-#define HAS_INTEGER_DOTS // of rows of 16 bits
 #endif
-constexpr int64_t FEW = 32; // rows of x up to which numbers are unpacked in registers
-constexpr int MOST = 8;                   // rows whose sums stay in registers; of bfloat16 twice as many
-#else
-constexpr bool HAS_SHORT_PRODUCTS = false;
-constexpr int64_t FEW = 8;
-constexpr int MOST = 4;
+#if defined __AVX512BF16__ && !defined __AMX_TILE__ // CPUs with AMX multiply pairs of bfloat16 no faster than float32
+#define HAS_BFLOAT_PAIRS
+#elif defined __AVX512VNNI__
+#define HAS_INTEGER_DOTS // of rows of 16 bits
+#elif defined __AVX2__ && !defined __AVX512F__
+#define HAS_INTEGER_PRODUCTS // of rows of 16 bits
 #endif
 
 enum Kind : int64_t { INT4, INT8, FP8, FP4, INT5, INT6 }; // as kernels/cpp/panels.py numbers them
@@ -78,7 +84,7 @@ struct Layout {
   }
 
   /// What x and scales are multiplied by each, so that values are those of their format.
-  float half_power() const { return kind == FP8 ? 0x1p60f : kind == FP4 ? 0x1p63f : 1.0f; }
+  float half_power() const { return kind == FP8 ? 0x1p60f : 1.0f; }
 };
 
 /// Reads the scales and minima of a panel's groups, one after the other.
@@ -122,6 +128,22 @@ template <int BITS, int FIRST> [[gnu::always_inline]] inline Ints extract(const 
   return numbers & ((1 << BITS) - 1);
 }
 
+/// The values of e2m1 in the lowest 4 bits. As shifted bits, 0.5 is no normal number, which takes Intel's CPUs 40 times as long.
+[[gnu::always_inline]] inline Floats widen_e2m1(Ints n) {
+#if defined __AVX512F__
+  const __m512 values = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6);
+  return (Floats)_mm512_permutexvar_ps((__m512i)n, values);
+#elif defined __AVX2__
+  using Half = decltype(Floats::low);
+  const __m256 sizes = _mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6);
+  const Ints signs = (n & 8) << 28;
+  const Floats made{(Half)_mm256_permutevar8x32_ps(sizes, (__m256i)n.low), (Half)_mm256_permutevar8x32_ps(sizes, (__m256i)n.high)};
+  return (Floats)((Ints)made | signs);
+#else
+  return (Floats)((n & 8) << 28 | (n & 7) << 22) * 0x1p126f;
+#endif
+}
+
 /// Calls use(column, values of 16 rows) for the columns that lie together.
 template <Kind K, class Use> [[gnu::always_inline]] inline void decode(const uint8_t *from, const Use &use) {
   if constexpr (K == INT8) {
@@ -131,8 +153,8 @@ template <Kind K, class Use> [[gnu::always_inline]] inline void decode(const uin
     use(0, (Floats)((n & 0x80) << 24 | (n & 0x7F) << 20));
   } else if constexpr (K == FP4) {
     const Ints n = widen_integers(from);
-    use(0, (Floats)((n & 0x08) << 28 | (n & 0x07) << 22));
-    use(1, (Floats)((n & 0x80) << 24 | (n & 0x70) << 18));
+    use(0, widen_e2m1(n));
+    use(1, widen_e2m1(n >> 4));
   } else if constexpr (K == INT4) {
     const Ints n = widen_integers(from);
     use(0, convert<Floats>(n & 15));
@@ -193,7 +215,7 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
     y[m] = total[m];
 }
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BFLOAT_PAIRS
 constexpr bool HAS_PAIRS = true; // products of two bfloat16 and their sum in float32
 
 /// Calls use(pair, values of 16 rows in two columns) for the columns that lie together, or two: pairs of bfloat16, exact.
@@ -424,8 +446,7 @@ template <class F> void by_rows(int64_t rows, const F &f) {
   step.template operator()<1>();
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define HAS_INTEGER_PRODUCTS // of rows of 16 bits
+#ifdef HAS_INTEGER_PRODUCTS
 // products of pairs of 16 bits, of which a core adds twice as many as of float32
 constexpr int64_t SHORT_ROWS = 512; // at a time
 constexpr int64_t BLOCK = 32;       // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
@@ -549,6 +570,7 @@ bool takes_shorts(const Layout &layout) {
 constexpr int64_t BLOCK = 32;            // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
 constexpr int64_t PANELS = 2;            // that are multiplied at a time
 constexpr int64_t FEW_DIGITS = 8;        // rows of x up to which numbers stay in registers
+constexpr int64_t MOST_SHORTS = HAS_SHORT_PRODUCTS ? 64 : INT64_MAX; // rows up to which this is faster than oneDNN
 constexpr int64_t SHORT_BYTES = 1 << 19; // of rows of x that are multiplied at a time: they stay in a core's cache
 
 /// x as integers of up to 2^14, multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is
@@ -838,31 +860,29 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
     const T *shift = bias ? elements<T>(*bias) : nullptr;
 #ifdef HAS_INTEGER_DOTS
     if constexpr (!std::is_same_v<T, float>)
-      if (takes_shorts(layout)) {
-        const bool is_digits = layout.kind == INT4 || layout.kind == INT8;
-        if (is_digits && rows <= FEW_DIGITS)
+      if (takes_shorts(layout) && rows <= MOST_SHORTS) {
+        const bool has_digits = layout.kind == INT4 || layout.kind == INT8;
+        if (has_digits && rows <= FEW_DIGITS)
           return multiply_few_digits<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
-        if (rows > 4)
+        if (rows > FEW_DIGITS / 2)
           return multiply_shorts<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
       }
 #endif
     if (rows <= FEW)
-      multiply_few<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
-    else if constexpr (HAS_SHORT_PRODUCTS)
-      multiply_many<T>(layout, stored, x, bias, y);
-    else {
-#ifdef HAS_INTEGER_PRODUCTS
-      if constexpr (!std::is_same_v<T, float>)
-        if (takes_shorts(layout))
-          return multiply_shorts<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
-#endif
-      const Tensor wide = as_floats(x);
-#ifdef HAS_INTEGER_DOTS
-      multiply_many<float>(layout, stored, wide, bias ? std::optional(as_floats(*bias)) : bias, y);
+      return multiply_few<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
+    if constexpr (HAS_SHORT_PRODUCTS)
+      return multiply_many<T>(layout, stored, x, bias, y);
+    const Tensor wide = as_floats(x);
+#ifdef __AVX512F__
+    multiply_many<float>(layout, stored, wide, bias ? std::optional(as_floats(*bias)) : bias, y);
 #else
-      multiply_by_panels<T>(layout, stored, elements<float>(wide), shift, rows, elements<T>(y));
+#ifdef HAS_INTEGER_PRODUCTS
+    if constexpr (!std::is_same_v<T, float>)
+      if (takes_shorts(layout))
+        return multiply_shorts<T>(layout, stored, elements<T>(x), shift, rows, elements<T>(y));
 #endif
-    }
+    multiply_by_panels<T>(layout, stored, elements<float>(wide), shift, rows, elements<T>(y));
+#endif
   });
   return y;
 }

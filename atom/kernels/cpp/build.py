@@ -126,7 +126,8 @@ def _compile(source: str) -> bytes:
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     with temporary_folder() as folder, Path(folder, "errors.txt").open("w+") as errors:
         made = Path(folder) / LIBRARY
-        command = [compiler, *FLAGS, *(_without(flag) for flag in left_out()), str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
+        flags = [*FLAGS, *map(_without, left_out())]
+        command = [compiler, *flags, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
         code = _run(command, folder, errors)
         if code == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
             _Process.num_interrupted += 1

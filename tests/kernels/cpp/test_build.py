@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these ar
 @pytest.mark.parametrize(
     "instructions",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("x86-64", "x86-64-v4", HERE) else ())
-        for name in ("x86-64", "x86-64-v3", "x86-64-v4", "sapphirerapids")
+        pytest.param(name, marks=pytest.mark.slow if name in ("x86-64", "x86-64-v4", "cascadelake", HERE) else ())
+        for name in ("x86-64", "x86-64-v3", "x86-64-v4", "cascadelake", "cooperlake", "sapphirerapids")
     ],
 )
 def test_sources_are_valid_for(instructions: str) -> None:
-    """Without AVX, with AVX2, AVX512, and AVX512 of 16 bits: a library that does not compile only makes atom slower."""
+    """Without AVX, with AVX2, AVX512, its VNNI, BF16, FP16 and AMX: a library that does not compile only makes atom slower."""
     compiler = find_compiler()
     assert compiler is not None, "the dev setup installs g++"
     flags = [flag for flag in FLAGS if flag not in ("-O3", "-march=native", "-shared")]

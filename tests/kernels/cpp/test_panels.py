@@ -73,6 +73,29 @@ def test_matmuls_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
         assert relative_error(run(ops.linear, x, laid_out), x.float() @ dense.T) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0"])
+def test_few_rows_of_16_bits_are_multiplied_as_they_are(fmt: str):
+    """Rounded to 8 bits in blocks of 32 columns, most sums would differ."""
+    weight = draw(fmt, 200, 192)
+    laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).double()
+    for rows in (1, 2, 4, 7, 9):
+        x = torch.randn(rows, 192).bfloat16()
+        made = run(ops.linear, x, laid_out)
+        assert (made != (x.double() @ dense.T).bfloat16()).float().mean() < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
+def test_matmuls_are_right_with_fewer_instructions(limit: str):
+    """As on an older CPU: of the instructions that this one has, oneDNN and our code use those of the limit."""
+    tests = ["-k", "matmuls_are_those or few_rows_of_16_bits or very_many_rows or not_finite", "-m", ""]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, *tests],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": limit}, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout
+
+
 def test_a_product_releases_the_gil():
     weight, x = shuffle(draw("int8[1, *]", 2048, 1024), "panels"), torch.randn(64, 1024).bfloat16()
     kernel = find_kernel(ops.linear, "cpp").load(LoadContext())

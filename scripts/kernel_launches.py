@@ -57,6 +57,7 @@ GPUS = {  # by architecture: multiprocessors, and bytes of shared memory that a 
 }
 MEMORY = 1 << 40  # bytes of addresses, of which hardly any are touched
 NORESERVE = 0x4000  # of mmap on Linux; in Python's module from 3.13 on
+STORED_BY_WGMMA = ("fp8[1, *]", "fp8[128, 128]", "int4[1, 128]", "mxfp4")  # in the layout wgmma
 STORED = ("awq_int4[1, 128]", "int4[1, 32]", "int8[1, 128]", "ct_nvfp4", "q4_1")  # formats that checkpoints have, too
 K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
 ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of matmuls: one for each power of 2, and many
@@ -462,6 +463,7 @@ def call_the_rest(arch: str) -> None:
     attend_to_sums()
     attend_to_chosen(arch)
     multiply_by_many_experts(arch)
+    compute_alike(arch)
     expand_adapters()
     recur()
     sum_over_ranks()
@@ -686,6 +688,47 @@ def multiply_by_many_experts(arch: str) -> None:
         ids = zeros(tokens, 2, dtype=torch.int64)
         for first in (None, ids[0, :1]):
             grouping.group(pairs[:tokens], ids, first, experts=8)
+
+
+def compute_alike(arch: str) -> None:
+    """The kernels of batch-invariant runs, by weights in each format that they take."""
+    from atom.graph import Batch, PagedCache, Type, ops
+    from atom.kernels import find_kernel
+    from atom.kernels.hopper import fixed_gemms
+    from atom.kernels.hopper.shuffle import LAYOUT
+    from atom.kernels.triton.attention import fixed
+    from atom.kernels.triton.experts.fixed import FixedExperts, router
+    from atom.kernels.triton.linear.fixed import FixedLinears
+    from atom.kernels.triton.step.log_sum_exp import log_sum_exp
+
+    numbers, fp8 = zeros(9, 9, dtype=torch.int32), torch.float8_e4m3fn
+    for dtype, dim, window in ((torch.bfloat16, 128, None), (torch.float16, 256, 1024), (torch.float32, 64, None)):
+        for kept in (dtype, fp8) if arch != "sm_80" and dtype != torch.float32 else (dtype,):
+            cache = PagedCache(zeros(4, 16, 2, 8, dim, dtype=kept), "full")
+            batch = Batch({"full": numbers}, {}, numbers[0], numbers[0, :8], 4)
+            fixed.paged_attention(zeros(600, 32, dim, dtype=dtype), cache, batch, scale=0.1, window=window)
+    linear, grouped = (find_kernel(op, "fixed_triton") for op in (ops.linear, ops.grouped_linear))
+    for fmt in (None, *formats(), *STORED[:3]):
+        x, weight = Type("bf16", ("T", 1024)), Type("bf16", (512, 1024), fmt)
+        if linear.accepts(target_features(arch), x, weight) is None:
+            for rows in (9, 32, 60, 100, 300, 900):
+                FixedLinears().linear(zeros(rows, 1024), make_weight(weight, None))
+        types = [Type("bf16", (8, rows, 256), fmt) for rows in (512, 256)]
+        if grouped.accepts(target_features(arch), x, types[1], x) is None:
+            gate_up, down = (make_weight(each, None) for each in types)
+            for tokens in (4, 100, 400):
+                weights, ids = router(zeros(tokens, 256), zeros(8, 256), top_k=2)
+                FixedExperts().experts(zeros(tokens, 256), weights, ids, gate_up, down, kind="silu")
+    for fmt in STORED_BY_WGMMA if arch == "sm_90" else ():
+        weights = [
+            make_weight(Type("bf16", shape, fmt), LAYOUT) for shape in ((512, 256), (8, 512, 256), (8, 256, 256))
+        ]
+        for rows in (9, 32, 60, 300):
+            fixed_gemms.FixedLinears().linear(zeros(rows, 256), weights[0])
+            weight, ids = router(zeros(rows * 4, 256), zeros(8, 256), top_k=2)
+            fixed_gemms.FixedExperts().experts(zeros(rows * 4, 256), weight, ids, *weights[1:], kind="silu")
+    FixedLinears().linear(zeros(9, 1024, dtype=torch.float32), zeros(512, 1024, dtype=torch.float32))
+    log_sum_exp(zeros(9, 1003, dtype=torch.float32))
 
 
 def expand_adapters() -> None:

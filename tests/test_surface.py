@@ -146,7 +146,7 @@ job: a b bound bisect texts num_tokens context_len stride reference tasks num_fe
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs thinking_token_budget repetition_detection cache_retention explain reasoning tool_calls
-: checkpoint mmproj revision trust_remote_code dtype device seed level tune load_dummy prompts images recipe cache hf generation overrides config_dirs draft other_models
+: checkpoint mmproj revision trust_remote_code dtype device seed level batch_invariant tune load_dummy prompts images recipe cache hf generation overrides config_dirs draft other_models
 """
 
 MODEL_FILES = """
@@ -171,6 +171,7 @@ ENVIRONMENT = {
     "LISTEN_FDS",
     "LISTEN_PID",
     "VLLM_API_KEY",
+    "VLLM_BATCH_INVARIANT",
     "XDG_CACHE_HOME",
     *(
         "RANK",

@@ -42,6 +42,11 @@ def level_of(config: Config) -> int:
     return 2 if config.serve.enforce_eager else highest_level(config.device)
 
 
+def has_pieces(config: Config) -> bool:
+    """Whether parts of a configuration's graph are compiled: from level 2 on, on a GPU in any batch-invariant one."""
+    return level_of(config) >= 2 or (config.batch_invariant and config.device == "cuda")
+
+
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model. ConfigError if its formats are to be measured first."""
     if config.quant.fmt == BUDGET:
@@ -103,6 +108,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "pools": str(pools(config)).lower(),
         **({"images": "encoded"} if config.reads_images else {}),
+        **({"batch_invariant": "true"} if config.batch_invariant else {}),
         **loras(config),
         **({"in host memory": " ".join(names)} if (names := config.serve.cpu_offload_params) else {}),
         "parallel": json.dumps(asdict(mesh_of(config))),
@@ -188,6 +194,7 @@ def recipe_of(config: Config) -> list[str]:
         "dtype": config.dtype,
         "device": config.device,
         "level": level_of(config),
+        **({"batch_invariant": True} if config.batch_invariant else {}),
         **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
         **({"parallel.dispatch": "dispatch"} if dispatches(config) else {}),
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,

@@ -20,6 +20,7 @@ from atom.compiler.artifact import (
     dispatches,
     explain_miss,
     has_draft,
+    has_pieces,
     launch_ingredients,
     level_of,
     max_loras_of,
@@ -35,7 +36,7 @@ from atom.errors import ArtifactError, ConfigError, PassError, UnsupportedError
 from atom.graph import Graph
 from atom.graph.recipes import leaves
 from atom.graph.tables import find_tables, is_named
-from atom.kernels import Target, building_kernels, find_piece_compiler, find_target, keep_binaries
+from atom.kernels import Target, building_kernels, find_kernel, find_piece_compiler, find_target, keep_binaries
 from atom.measurement.phases import PhaseClock
 from atom.passes import PassReport, lower
 from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity
@@ -72,13 +73,16 @@ def compile_graph(
         lora_experts=config.serve.lora_experts,
         dispatches=dispatches(config),
         cpu_offload_params=config.serve.cpu_offload_params,
+        batch_invariant=config.batch_invariant,
         passes=config.passes,
         verifies_each=verifies_each,
     )
     if config.job.graph is None:
         graph = semantic_graph(config) if semantic is None else semantic
         check_offloaded(graph, config.serve.cpu_offload_params, target)
-        return lower_here(graph)
+        graph = lower_here(graph)
+        check_invariant(graph, config)
+        return graph
     graph, first = read_saved(Path(config.job.graph))
     check_offloaded(graph, config.serve.cpu_offload_params, target)
     check_stages(graph, first, config.job.graph, mesh_of(config))
@@ -86,6 +90,7 @@ def compile_graph(
     check_ranks(graph, config.job.graph, mesh_of(config))
     check_runnable(graph, config.job.graph, target, has_draft=has_draft(config), pools=pools(config))
     check_tapped(graph, config.job.graph, config.passes)
+    check_invariant(graph, config)
     return graph
 
 
@@ -105,6 +110,19 @@ def check_offloaded(graph: Graph, names: Sequence[str], target: Target) -> None:
             what = "is read by more than an embedding" if found else "names no tensor"
             instead = "only tables of which a token reads a row may stay in host memory"
             raise ConfigError(f"serve.cpu_offload_params: {name} {what}; {instead} ({there})")
+
+
+def check_invariant(graph: Graph, config: Config) -> None:
+    """Check that kernels that a saved text or a user's pass has named give the same bits in any batch, if asked to."""
+    if not config.batch_invariant:
+        return
+    for node in (node for program in graph.programs.values() for node in program.nodes):
+        kernel = find_kernel(node.target, node.meta.get("kernel", "reference"))
+        if not kernel.batch_invariant:
+            named = f"{kernel.backend}.{kernel.op.name}"
+            raise UnsupportedError(
+                f"batch_invariant=true: the bits of {named} depend on the batch; name another kernel"
+            )
 
 
 def whole_graph(graph: Graph, config: Config) -> Graph:
@@ -155,7 +173,7 @@ def compile_model(
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
     with keep_binaries(config.device, cache):
-        compiled = _compile_with_pieces(config, progress, cache, check, stage) if level_of(config) >= 2 else None
+        compiled = _compile_with_pieces(config, progress, cache, check, stage) if has_pieces(config) else None
         if compiled is None:
             config = replace(config, level=min(level_of(config), 1))
             graph = compile_graph(config, stage=stage)
@@ -214,6 +232,8 @@ def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: C
     if config.job.kind == "compile":
         are = "is" if num_missing == 1 else "are"
         raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
+    if config.batch_invariant:
+        raise UnsupportedError(f"batch_invariant=true: {needed}")
     if config.level is not None:
         raise UnsupportedError(f"level=2: {needed}, or take level=1")
     cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
@@ -223,6 +243,8 @@ def _do_without_pieces(config: Config, reason: str, cache: Cache) -> None:
     """Warn that this runs at level 1, if the level is left open; else raise PassError."""
     if config.job.kind == "compile":
         raise PassError(f"job=compile: {reason}; level=1 runs without it")
+    if config.batch_invariant:
+        raise PassError(f"batch_invariant=true: {reason}; have job=compile try it again")
     if config.level is not None:
         raise PassError(f"level={config.level}: {reason}; take level=1, or have job=compile try it again")
     cache.warnings.append(f"{reason}: this runs at level 1, which is slower; job=compile tries it again")

@@ -93,6 +93,10 @@ def check_tune(config: Config, device: str) -> None:
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why
         raise ConfigError(f"tune=true measures matmuls on a GPU, {why}; leave tune out")
+    if config.tune and config.batch_invariant:
+        raise ConfigError(
+            "tune=true finds tiles by the rows of a step, batch_invariant=true has fixed ones; leave one out"
+        )
 
 
 def check_capture_sizes(serve: ServeConfig) -> None:

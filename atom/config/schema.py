@@ -1166,6 +1166,7 @@ class Config:
     device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU if present
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
+    batch_invariant: bool = False  # the same bits whatever else is in a batch, by kernels that declare it
     tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = of("generate", None, also="batch compare")  # a prompt, a list of prompts, @FILE, or null for stdin

@@ -47,7 +47,7 @@ VLLM_REFUSED = {
     "set the environment's HF_TOKEN": "hf-token",
     "set the environment's CUDA_VISIBLE_DEVICES": "device-ids",
     "start the command under numactl": "numa-bind numa-bind-nodes numa-bind-cpus",
-    "vLLM's environment variables are not read, but for VLLM_API_KEY; leave it out": "fail-on-environ-validation",
+    "of vLLM's variables VLLM_API_KEY and VLLM_BATCH_INVARIANT are read; leave it out": "fail-on-environ-validation",
     "set the model's own field with --set, as --set model.attention.rope.theta=1e6": """
         rope-scaling rope-theta""",
     "set the model's own field: --set model.attention.window=null": "disable-sliding-window",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from atom.errors import UnsupportedError
 from atom.graph.formats import parse_format
-from atom.graph.ops import Op
+from atom.graph.ops import OPS, Op
 from atom.graph.types import Type
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Kernel:
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
     reads_prefixes_once: bool = False  # of decodes that `Batch.prefixes` groups
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
+    batch_invariant: bool = False  # the bits of a token's result depend on no other token of the batch, nor on how many
 
     @property
     def has_layouts(self) -> bool:
@@ -199,7 +200,15 @@ def gpu_kernel(
     return Kernel(op, backend, here, lambda context: getattr(load(context), op.name), **options)
 
 
-def collective_kernel(op: Op, backend: str, device: str) -> Kernel:
+MOVES = ("all_gather", "send", "receive")  # collectives that sum nothing
+
+
+def collective_kernels(backend: str, device: str) -> tuple[Kernel, ...]:
+    """Those of all collectives."""
+    return tuple(_collective_kernel(op, backend, device) for op in OPS.values() if op.is_collective)
+
+
+def _collective_kernel(op: Op, backend: str, device: str) -> Kernel:
     """The kernel of a collective, which is its program's communicator's. UnsupportedError with one rank."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
@@ -207,7 +216,7 @@ def collective_kernel(op: Op, backend: str, device: str) -> Kernel:
             raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel")
         return getattr(context.communicator, op.name)  # type: ignore[no-any-return]
 
-    return Kernel(op, backend, on_device(device), load)
+    return Kernel(op, backend, on_device(device), load, batch_invariant=op.name in MOVES)
 
 
 class PieceCompiler(ABC):

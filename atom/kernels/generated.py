@@ -38,7 +38,8 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
 
 
 KERNELS = tuple(
-    body_kernel(op, "generated", on_device("cuda", accepts_norm if op in NORMS else accepts)) for op in RULES
+    body_kernel(op, "generated", on_device("cuda", accepts_norm if op in NORMS else accepts), batch_invariant=True)
+    for op in RULES  # a program has one row
 )
 
 BACKEND = Backend("generated", KERNELS, piece_compiler=TritonCompiler())

@@ -31,7 +31,7 @@ import torch.distributed
 from torch import Tensor
 
 from atom.graph import TORCH_DTYPES, ops
-from atom.kernels.backend import Backend, Held, Rendezvous, collective_kernel
+from atom.kernels.backend import Backend, Held, Rendezvous, collective_kernels
 from atom.kernels.dispatch import collect_rows, dispatch_rows, parts_of, plan_rows
 
 CONNECT = timedelta(seconds=30)  # for all ranks to connect, once they have loaded their weights
@@ -301,7 +301,7 @@ class SharedMemory:
 
 BACKEND = Backend(
     "gloo",
-    tuple(collective_kernel(op, "gloo", "cpu") for op in ops.OPS.values() if op.is_collective),
+    collective_kernels("gloo", "cpu"),
     find_versions=lambda: {"torch": torch.__version__},
     connect=GlooCommunicator,
 )

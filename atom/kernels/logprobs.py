@@ -31,9 +31,18 @@ def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Te
 
 def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     values = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
-    total = values.logsumexp(-1, keepdim=True)
+    total = _log_sum_exp(values).unsqueeze(1)
     ids = most_likely(values, min(num_top, values.shape[-1]))
     return total[:, 0], ids.int(), values.gather(-1, ids) - total
+
+
+def _log_sum_exp(values: Tensor) -> Tensor:
+    """fp32[R, V] -> fp32[R]; each row by itself, since torch sums a row in an order that depends on their number."""
+    if values.is_cuda:
+        from atom.kernels.triton.step.log_sum_exp import log_sum_exp
+
+        return log_sum_exp(values)
+    return torch.cat([values.new_empty(0), *(row.logsumexp(0, keepdim=True) for row in values)])
 
 
 def most_likely(logits: Tensor, count: int) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import TORCH_DTYPES, Mesh, ops
 from atom.kernels import peers
-from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernel
+from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernels
 from atom.kernels.dispatch import Exchange, Plan, collect_rows, dispatch_rows, parts_of, plan_rows
 from atom.process.messages import say
 
@@ -360,7 +360,7 @@ def compile_launches(_pool: Executor) -> Iterator[None]:
 
 BACKEND = Backend(
     "nccl",
-    tuple(collective_kernel(op, "nccl", "cuda") for op in ops.OPS.values() if op.is_collective),
+    collective_kernels("nccl", "cuda"),
     compile_launches=compile_launches,
     connect=connect,
 )

@@ -21,11 +21,19 @@ COMPILED = frozenset({
     ops.interpolate_table, ops.stream_logits, ops.stream_gate, ops.sinkhorn, ops.attend_residuals, ops.run_tokens,
     ops.steer, ops.scale_by_position,
 })  # fmt: skip
+# ops whose bodies move data, or round each number once as IEEE 754 says: so torch gives the same bits for any shape
+BATCH_INVARIANT = frozenset({
+    ops.embedding, ops.add, ops.mul, ops.scale, ops.affine, ops.steer, ops.clamp, ops.join, ops.pad, ops.split,
+    ops.split_heads, ops.merge_heads, ops.local_tokens, ops.mask_rows, ops.scale_by_expert, ops.group,
+})  # fmt: skip
 
 
-def body_kernel(op: ops.Op, backend: str = "reference", accepts: Accepts = accepts_all) -> Kernel:
+def body_kernel(
+    op: ops.Op, backend: str = "reference", accepts: Accepts = accepts_all, *, batch_invariant: bool = False
+) -> Kernel:
     """An op's body as its kernel; pieces compile it if it can be traced."""
-    return Kernel(op, backend, accepts, lambda _: op.body, trace=op.body if op in COMPILED else None)
+    trace = op.body if op in COMPILED else None
+    return Kernel(op, backend, accepts, lambda _: op.body, trace=trace, batch_invariant=batch_invariant)
 
 
 def _no_collective(context: LoadContext) -> NoReturn:
@@ -35,7 +43,7 @@ def _no_collective(context: LoadContext) -> NoReturn:
 def _kernel(op: ops.Op) -> Kernel:
     if op.is_collective:  # its body takes the tensors of all ranks
         return Kernel(op, "reference", lambda *_, **__: "runs on a communicator", _no_collective)
-    return body_kernel(op)
+    return body_kernel(op, batch_invariant=op in BATCH_INVARIANT)
 
 
 BACKEND = Backend("reference", tuple(map(_kernel, ops.OPS.values())))

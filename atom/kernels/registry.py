@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -48,8 +49,20 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("aiter", "hopper", "triton", "generated", "nccl", "reference"),
     ),
 }
-MODULES = {"widened": "fp32_upcast"}  # of backends whose name is not that of their module
-BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))  # of atom itself
+# of batch_invariant=true, at every level: only kernels with that property, which pieces of Inductor have not
+INVARIANT_ORDER = {
+    "cpu": ("fixed_cpp", "gloo", "reference"),
+    "cuda": ("fixed_hopper", "fixed_triton", "triton", "generated", "nccl", "reference"),
+}
+# of backends whose name is not that of their module
+MODULES = {
+    "widened": "fp32_upcast",
+    "fixed_cpp": "cpp.fixed",
+    "fixed_hopper": "hopper.fixed",
+    "fixed_triton": "triton.fixed",
+}
+_ORDERS = (*(levels[-1] for levels in ORDER.values()), *INVARIANT_ORDER.values())
+BACKENDS = tuple(dict.fromkeys(name for names in _ORDERS for name in names))  # of atom itself
 
 KNOWN = frozenset(kernel.op for kernel in REFERENCE.kernels)  # ops that are not plugged in
 
@@ -73,11 +86,20 @@ def highest_level(device: str) -> int:
     return len(ORDER[device]) - 1
 
 
-def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
-    """The backends of a device in the order of a level, or of its highest; from level 1 on users' come first."""
+def backends_of(device: str, level: int | None = None, *, batch_invariant: bool = False) -> tuple[Backend, ...]:
+    """The backends of a device in the order of a level, or of its highest; from level 1 on users' come first.
+
+    batch_invariant: those that have kernels with this property, and no other kernels of them
+    """
     highest = highest_level(device)
     level = highest if level is None else min(level, highest)
-    return tuple(map(find_backend, (*(plugins.named(plugins.BACKENDS) if level else ()), *ORDER[device][level])))
+    order = INVARIANT_ORDER[device] if batch_invariant else ORDER[device][level]
+    found = map(find_backend, (*(plugins.named(plugins.BACKENDS) if level else ()), *order))
+    return tuple(map(_invariant_part, found)) if batch_invariant else tuple(found)
+
+
+def _invariant_part(backend: Backend) -> Backend:
+    return replace(backend, kernels=tuple(kernel for kernel in backend.kernels if kernel.batch_invariant))
 
 
 def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:

@@ -75,6 +75,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_gate_quant, 1, ops.LOWERED),
     (split_pieces, 2, ops.LOWERED),
 )
+PIECES = split_pieces.__name__  # at every level of batch_invariant=true, whose kernels of rows exist in them only
 
 
 Step = tuple[Callable[..., Graph], int, str]
@@ -160,19 +161,21 @@ def lower(
     lora_experts: bool = False,
     dispatches: bool = False,
     cpu_offload_params: Sequence[str] = (),
+    batch_invariant: bool = False,
     passes: PassesConfig | None = None,
     verifies_each: bool = True,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches, cpu_offload_params: see `PassContext`.
+    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches, cpu_offload_params, batch_invariant: see
+      `PassContext`.
     passes: users' passes and those left out; None: the built-in pipeline.
     verifies_each: verify the graph after each pass; else after the last one, in a fifth less time.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
-    context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act)
+    context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act, batch_invariant=batch_invariant)
     context = replace(
         context,
         max_loras=max_loras,
@@ -181,7 +184,8 @@ def lower(
         dispatches=dispatches,
         cpu_offload_params=tuple(cpu_offload_params),
     )
-    steps = [each for each in steps_of(passes or PassesConfig(), first) if level >= each[1]]
+    runs = steps_of(passes or PassesConfig(), first)
+    steps = [each for each in runs if level >= each[1] or (batch_invariant and each[0].__name__ == PIECES)]
     for rewrite, _, graph_level in steps:
         before, started = graph.num_rewrites, time.perf_counter()
         graph = rewrite(graph, context=context) if "context" in signature(rewrite).parameters else rewrite(graph)

@@ -14,18 +14,20 @@ from typing import Any
 
 from torch.fx import Node
 
+from atom.errors import UnsupportedError
 from atom.graph import Graph, Recipe, Shuffle, Type, ops
 from atom.graph.graph import node_leaves, type_of
-from atom.kernels import Kernel, candidates
+from atom.kernels import Kernel
 from atom.passes.context import PassContext
 
 
 def select_kernels(graph: Graph, context: PassContext) -> Graph:
     readers = _readers(graph)
+    refused: dict[str, list[str]] = {}  # of ops that no kernel takes
     for program in graph.programs.values():
         for node in program.nodes:
             node.meta["notes"] = [*node.meta.get("refused", [])]  # why its weight or its activations are plain
-            for kernel in candidates(node.target, context.backends):
+            for kernel in context.candidates(node.target):
                 if kernel.is_for_packed and all(type.fmt is None for type in _weight_types(node)):
                     continue
                 reason = _refusal(kernel, context, node, readers)
@@ -34,7 +36,20 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
                     graph.num_rewrites += kernel.backend != "reference"
                     break
                 node.meta["notes"].append(f"{kernel.backend}: {reason}")
+            else:
+                refused.setdefault(node.target.name, node.meta["notes"])
+    if context.batch_invariant and refused:
+        raise UnsupportedError(_explain_variant(refused, context))
     return graph
+
+
+def _explain_variant(refused: Mapping[str, Sequence[str]], context: PassContext) -> str:
+    """Which ops have no kernel whose bits are the same in any batch, and why those that there are refuse."""
+    listed = (f"{op} ({'; '.join(dict.fromkeys(why))})" if why else op for op, why in sorted(refused.items()))
+    return (
+        f"batch_invariant=true: on {context.target.device} no kernel gives the same bits in any batch for: "
+        f"{', '.join(listed)}; leave batch_invariant out"
+    )
 
 
 def _refusal(kernel: Kernel, context: PassContext, node: Node, readers: Mapping[Any, Sequence[Node]]) -> str | None:
@@ -58,7 +73,7 @@ def _shared_layouts(nodes: Sequence[Node], context: PassContext) -> set[str | No
 
 
 def _layouts(node: Node, context: PassContext) -> Iterator[str | None]:
-    for kernel in candidates(node.target, context.backends):
+    for kernel in context.candidates(node.target):
         if (layout := _layout(kernel, node)) is not None and _answer(kernel, context, node) is None:
             yield layout
 

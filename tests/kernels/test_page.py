@@ -21,17 +21,19 @@ from atom.kernels import backends_of, candidates, find_backend
 from atom.kernels.backend import Backend, Kernel, LoadContext, OnDevice
 from atom.kernels.gloo import GlooCommunicator
 from atom.kernels.nccl import NcclCommunicator
-from atom.kernels.registry import MODULES, ORDER
+from atom.kernels.registry import INVARIANT_ORDER, MODULES, ORDER
 
 COMMUNICATORS = {"nccl": NcclCommunicator, "gloo": GlooCommunicator}
+SUMS = {"fixed_triton": "nccl", "fixed_cpp": "gloo"}  # of ranks: by whose communicator
 DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 SHARED = ("generated", "inductor", "reference")  # backends that have the ops' bodies
+FIXED = {device: [name for name in INVARIANT_ORDER[device] if name.startswith("fixed")] for device in DEVICES}
 LEVELS = ("reference bodies", "kernels", "compiled pieces", "CUDA graphs")
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention", "recurrent"):
+    for module in ("attention", "recurrent", "fixed"):
         monkeypatch.setattr(f"atom.kernels.cpp.{module}.load_library", lambda _: True)
 
 
@@ -56,7 +58,7 @@ def place_of(run: Callable[..., Any]) -> tuple[str, str]:
 
 
 def load(kernel: Kernel) -> Callable[..., Any]:
-    communicator = COMMUNICATORS.get(kernel.backend)
+    communicator = COMMUNICATORS.get(SUMS.get(kernel.backend, kernel.backend))
     return kernel.load(LoadContext(communicator and communicator.__new__(communicator)))
 
 
@@ -72,11 +74,17 @@ def words(kernel: Kernel) -> str:
     return "; ".join(parts[: 2 + bool(accepts.acts)]).rstrip("; ")
 
 
+def all_of(device: str) -> list[Backend]:
+    """The backends of a device, then those that only batch_invariant=true takes."""
+    return [*backends_of(device), *map(find_backend, FIXED[device])]
+
+
 def rows_of(device: str) -> Iterator[tuple[str, ...]]:
     for op in sorted(ops.OPS.values(), key=lambda op: op.name):
-        for kernel in candidates(op, [each for each in backends_of(device) if each.name not in SHARED]):
+        for kernel in candidates(op, [each for each in all_of(device) if each.name not in SHARED]):
             file, function = place_of(load(kernel))
-            yield f"`{op.name}`", kernel.backend, f"`{file}: {function}`", words(kernel)
+            has = "yes" if kernel.batch_invariant else ""
+            yield f"`{op.name}`", kernel.backend, f"`{file}: {function}`", words(kernel), has
 
 
 def describe(backend: Backend) -> tuple[str, ...]:
@@ -89,22 +97,28 @@ def describe(backend: Backend) -> tuple[str, ...]:
 
 def test_the_page_has_the_order_of_backends(request: pytest.FixtureRequest):
     rows = [
-        (DEVICES[device], f"{level}: {LEVELS[level]}", ", ".join(f"`{name}`" for name in names))
+        (
+            DEVICES[device],
+            "any, `batch_invariant=true`" if level == "any" else f"{level}: {LEVELS[level]}",
+            ", ".join(f"`{name}`" for name in names),
+        )
         for device in DEVICES
-        for level, names in enumerate(ORDER[device])
+        for level, names in [*enumerate(ORDER[device]), ("any", INVARIANT_ORDER[device])]
     ]
     check_block("kernels.md", "order", table(("device", "level", "backends, the first asked first"), rows), request)
 
 
 def test_the_page_has_the_backends(request: pytest.FixtureRequest):
-    found = {backend.name: backend for device in DEVICES for backend in backends_of(device)}
+    found = {backend.name: backend for device in DEVICES for backend in all_of(device)}
     expected = table(("backend", "GPUs with the feature", "what it is"), map(describe, found.values()))
     check_block("kernels.md", "backends", expected, request)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_page_has_each_kernel_with_its_file_and_what_it_accepts(device: str, request: pytest.FixtureRequest):
-    expected = table(("op", "backend", "file of atom/kernels: what runs", "accepts"), rows_of(device))
+    expected = table(
+        ("op", "backend", "file of atom/kernels: what runs", "accepts", "batch-invariant"), rows_of(device)
+    )
     check_block("kernels.md", f"kernels of a {DEVICES[device]}", expected, request)
 
 
@@ -117,6 +131,6 @@ def test_the_page_has_the_ops_that_pieces_compile(request: pytest.FixtureRequest
 def test_every_kernel_is_of_a_file_that_is_there():
     root = Path(__file__).parents[2] / "atom"
     for device in DEVICES:
-        for _, _, place, _ in rows_of(device):
+        for _, _, place, *_ in rows_of(device):
             file = re.sub(r"^`|: .*$", "", place)
             assert (root / "kernels" / file).is_file() or (root / file).is_file(), place

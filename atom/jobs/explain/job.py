@@ -25,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch.fx import Node
+
 from atom.assemble import digest_of, formats_made, left_plain, mtp_patterns, settle_formats, state_kinds
 from atom.cache import Cache, key_of
 from atom.checkpoint import RichProgress
@@ -46,7 +48,7 @@ from atom.jobs.explain.changes import Stage
 from atom.jobs.explain.layouts import fit, kv_pool, layouts, prefill_limit, prompt_limit
 from atom.jobs.explain.page import make_page
 from atom.jobs.explain.text import describe, folded_diff
-from atom.kernels import Target, find_target, tuned
+from atom.kernels import Target, find_kernel, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
 from atom.process.messages import say
@@ -184,6 +186,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         **weight_sizes(graph),
         **({"calibration": config.quant.calibration} if _may_calibrate(graph, config) else {}),
         "activations": Counter(node.kwargs["act"] for node in nodes if "act" in node.kwargs),
+        "batch_invariant": kernels_by_invariance(nodes),
         "left_plain": left_plain(graph, config),
         "left_out": mtp_patterns(config),
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
@@ -195,6 +198,15 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         **exchanges(graphs, config),
         **({"stages": [stage_sizes(each, config.serve.block_size) for each in graphs]} if len(graphs) > 1 else {}),
     }
+
+
+def kernels_by_invariance(nodes: Sequence[Node]) -> dict[str, list[str]]:
+    """The kernels of these calls that give a token the same bits in any batch, and the others."""
+    found: dict[str, set[str]] = {"kernels": set(), "others": set()}
+    for node in nodes:
+        kernel = find_kernel(node.target, node.meta.get("kernel", "reference"))
+        found["kernels" if kernel.batch_invariant else "others"].add(f"{kernel.backend}.{kernel.op.name}")
+    return {name: sorted(each) for name, each in found.items()}
 
 
 def weight_sizes(graph: Graph) -> dict[str, Any]:

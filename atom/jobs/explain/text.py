@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atom.compiler import mesh_of
@@ -42,6 +42,7 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[Line]:
     if "ranks" in result:
         yield from _describe_ranks(result, config)
     yield from _describe_weights(result, config)
+    yield from _describe_invariance(result["batch_invariant"])
     yield from _describe_drafts(result)
     yield from _describe_kv(result, config)
     if "gpu" in result:
@@ -57,6 +58,12 @@ def _describe_pieces(result: dict[str, Any]) -> Iterator[Line]:
         if piece["fault"]:
             where = f"in the cache and not used: {piece['fault']}"
         yield f"  {piece['key'][:8]}", f"{piece['times']} times {piece['name']}, {where}"
+
+
+def _describe_invariance(found: Mapping[str, Sequence[str]]) -> Iterator[Line]:
+    yield "same bits", f"in any batch: {', '.join(found['kernels']) or 'no kernel'}"
+    if found["others"]:
+        yield "  others", ", ".join(found["others"])
 
 
 def _describe_ranks(result: dict[str, Any], config: Config) -> Iterator[Line]:

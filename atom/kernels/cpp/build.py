@@ -29,7 +29,13 @@ from atom.process.child_process import start_python
 from atom.process.messages import say
 
 FOLDER = Path(__file__).parent
-SOURCES = PLAIN, PACKED, ATTENTION, RECURRENT = "plain.cpp", "packed.cpp", "attention.cpp", "recurrent.cpp"
+SOURCES = PLAIN, PACKED, ATTENTION, RECURRENT, FIXED = (
+    "plain.cpp",
+    "packed.cpp",
+    "attention.cpp",
+    "recurrent.cpp",
+    "fixed.cpp",
+)
 LIBRARY = "library.so"
 HEADER = "numbers.h"  # of all sources
 # loops at 64 bytes: the same code from elsewhere ran 5% to 8% slower

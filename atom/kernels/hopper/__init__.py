@@ -59,7 +59,7 @@ def find_features() -> frozenset[str]:
 
 def accepts_linear(target: Target, x: Type, weight: Type, *types: Type | None, **attributes: Any) -> str | None:
     """bf16 by weights that have the layout wgmma: int4 by 128 columns, mxfp4, fp8 by row or by 128, q4_k to q6_k"""
-    return _refuse_layout(weight) or _refuse_dtype(x) or triton.accepts_linear(target, x, weight, *types, **attributes)
+    return refuse_layout(weight) or refuse_dtype(x) or triton.accepts_linear(target, x, weight, *types, **attributes)
 
 
 def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: Any) -> str | None:
@@ -69,7 +69,7 @@ def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: 
     """
     weight, biases = types[place], types[place + 1 :]
     refused = _refuse_weight(weight, _refuse_gate(weight, biases, **attributes))
-    return refused or _refuse_dtype(types[0]) or triton.accepts_linear(target, *types, **attributes)
+    return refused or refuse_dtype(types[0]) or triton.accepts_linear(target, *types, **attributes)
 
 
 def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
@@ -83,7 +83,7 @@ def accepts_segments(target: Target, q: Type, *types: Any, **attributes: Any) ->
     """heads of 64 to 128 dims, a multiple of 8, in bf16"""
     if (dim := int(q.shape[-1])) not in TOWER_DIMS:
         return f"heads have {dim} dims, not a multiple of 8 from 64 to 128"
-    return _refuse_dtype(q) or triton.accepts_heads(target, q, *types, **attributes)
+    return refuse_dtype(q) or triton.accepts_heads(target, q, *types, **attributes)
 
 
 def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
@@ -112,7 +112,7 @@ def accepts_tokens(target: Target, q: Type, *types: Any, every: int = 1, **attri
 def accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
     """bf16 by plain weights, by those that have the layout wgmma, as in linear, and other packed ones"""
     refused = _refuse_weight(weight, _refuse_many(weight))
-    return refused or _refuse_dtype(x) or triton.accepts_grouped(target, x, weight, *types)
+    return refused or refuse_dtype(x) or triton.accepts_grouped(target, x, weight, *types)
 
 
 def accepts_experts(
@@ -120,7 +120,7 @@ def accepts_experts(
     kind: str, limit: float | None = None, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
     """as grouped_linear; in fp8 by rows and by 128 x 128 with activations in fp8, too"""
-    refused = _refuse_layout(gate_up) or _refuse_layout(down)
+    refused = refuse_layout(gate_up) or refuse_layout(down)
     if act is not None:
         gate = f"{kind} gate" if limit is None else f"{kind} gate with a limit"
         has_gate = (kind, limit is not None) in GATES and not any(each is not None for each in more[:2])
@@ -129,7 +129,7 @@ def accepts_experts(
     elif _refuse_many(gate_up, num_parts=2) is None or _refuse_many(down) is None:
         refused = None
     known = triton.accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)
-    return refused or _refuse_dtype(x) or known
+    return refused or refuse_dtype(x) or known
 
 
 def accepts_delta_net(target: Target, qkv: Type, *types: Any, **attributes: Any) -> str | None:
@@ -137,21 +137,21 @@ def accepts_delta_net(target: Target, qkv: Type, *types: Any, **attributes: Any)
     _, dim, width = types[4].type.shape
     if not {dim, width} <= {*STATE_DIMS}:
         return f"a head's state is {dim} x {width}, not of 64 or 128"
-    return _refuse_dtype(qkv) or triton.accepts_delta_net(target, qkv, *types, **attributes)
+    return refuse_dtype(qkv) or triton.accepts_delta_net(target, qkv, *types, **attributes)
 
 
 def accepts_adapters(_target: Target, _y: Type, x: Type, a: Type, b: Type, *_types: Any) -> str | None:
     """bf16"""
-    return _refuse_dtype(x) or (_refuse_many(a) and _refuse_many(b))
+    return refuse_dtype(x) or (_refuse_many(a) and _refuse_many(b))
 
 
 def _refuse_weight(weight: Type, other: str | None) -> str | None:
     """Why a weight is taken in no way. other: why not plain or as stored"""
-    reason = _refuse_layout(weight)
+    reason = refuse_layout(weight)
     return other and (other if weight.fmt is None else reason)
 
 
-def _refuse_layout(weight: Type) -> str | None:
+def refuse_layout(weight: Type) -> str | None:
     """Why a weight [O, I] or [E, O, I] is not laid out; None: it is."""
     if weight.fmt is None:
         return "has no layout of plain weights"
@@ -197,7 +197,7 @@ def _refuse_act(act: str, weight: Type) -> str | None:
     return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 
-def _refuse_dtype(x: Type) -> str | None:
+def refuse_dtype(x: Type) -> str | None:
     return None if x.dtype == "bf16" else f"multiplies in bf16, not in {x.dtype}"
 
 
@@ -209,12 +209,12 @@ def _refuse_cache(q: Type, types: Sequence[Any]) -> str | None:
     return f"the cache is in {kept[0]}, not in {q.dtype} or fp8_e4m3" if kept else None
 
 
-def _layout(*weights: Type) -> str | None:
-    return LAYOUT if not any(map(_refuse_layout, weights)) else None
+def layout_of(*weights: Type) -> str | None:
+    return LAYOUT if not any(map(refuse_layout, weights)) else None
 
 
 def _layout_of_linears(weight: Type) -> str | None:
-    return _layout(weight) or triton.layout_of_linears(weight)
+    return layout_of(weight) or triton.layout_of_linears(weight)
 
 
 def find_tuners(device: torch.device) -> list[Tuner]:
@@ -292,7 +292,7 @@ def _kernel(op: Op, load: Callable[[LoadContext], object], accepts: Accepts, **o
 
 
 def _linear(op: Op) -> Kernel:
-    options = {"packed": (*SCALED_COLUMNS,), "acts": ACTS, "packed_layout": _layout, "is_for_packed": True}
+    options = {"packed": (*SCALED_COLUMNS,), "acts": ACTS, "packed_layout": layout_of, "is_for_packed": True}
     return _kernel(op, _load_linears, accepts_linear, **options)
 
 
@@ -311,8 +311,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.paged_index_topk, _load_index, accepts_tokens),
     _kernel(ops.gated_delta_net, _load_delta_net, accepts_delta_net),
-    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),
-    _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED, acts=GIVEN, packed_layout=_layout),
+    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=layout_of),
+    _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED, acts=GIVEN, packed_layout=layout_of),
     _kernel(ops.grouped_lora, _load_lora, accepts_adapters),
 )
 

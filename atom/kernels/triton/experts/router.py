@@ -28,6 +28,7 @@ FEW_NUMBERS = 1 << 13  # of the weight that a program holds
 MAX_COUNTED = 256  # experts that each count the better ones, which takes less time but more work; else one by one
 COUNTED_TOKENS = 128  # up to which they do; a power of two, as kernels are compiled ahead for those
 SMALL_TOKENS = 256  # up to which tiles of logits are the smallest
+SMALL_TILE = 16, 32  # tokens and experts
 WIDE, WIDE_STAGES = 128, 4  # experts of the largest tile of logits, and its stages of columns
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
@@ -100,14 +101,20 @@ class Router:
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Rule
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Rule, *, is_fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """router of any number of tokens, in two launches."""
+    """router of any number of tokens, in two launches.
+
+    is_fixed: in an order of sums that does not depend on that number
+    """
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     tokens, rows = len(x), len(weight)
-    by_library = is_by_library(x, weight)
-    logits = _multiply_by_library(x, weight) if by_library else _multiply(x, weight, rows - rule.gated)
-    (weights, ids), constants = _results(x, rule), _constants(rows - rule.gated, rule, tokens <= COUNTED_TOKENS)
+    experts = rows - rule.gated
+    if not is_fixed and is_by_library(x, weight):
+        logits = _multiply_by_library(x, weight)
+    else:
+        logits = _multiply(x, weight, experts, is_fixed)
+    (weights, ids), constants = _results(x, rule), _constants(experts, rule, is_fixed or tokens <= COUNTED_TOKENS)
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, rule.scale, NUM_PARTS=len(logits), **constants,
         num_warps=_warps_of(constants), **find_gpu(x.device).options,
@@ -128,16 +135,16 @@ def _multiply_by_library(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _multiply(x: Tensor, weight: Tensor, experts: int) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, experts: int, is_fixed: bool = False) -> Tensor:
     """Logits fp32[parts, T, stride], to be summed; experts: rows of the weight but for a gate's"""
     (tokens, inner), rows, gpu = x.shape, len(weight), find_gpu(x.device)
     element_size = x.element_size() if x.dtype == weight.dtype else 4
-    block_t, block_e = _choose_tiles(tokens, experts, element_size, gpu)
+    block_t, block_e = SMALL_TILE if is_fixed else _choose_tiles(tokens, experts, element_size, gpu)
     tiles = -(-tokens // block_t), -(-rows // block_e)
     num_full = tiles[0] * -(-experts // block_e)  # a gate's own tile does not change the choice
     wanted = min(gpu.units // num_full, -(-inner // 128))
     # few values, since each is one more compilation; several of the smallest tiles share a multiprocessor
-    num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 or tokens <= SMALL_TOKENS else 1
+    num_parts = 4 if is_fixed else 16 if wanted >= 16 else 4 if wanted >= 4 or tokens <= SMALL_TOKENS else 1
     logits = x.new_empty(num_parts, tokens, _stride(rows), dtype=torch.float32)
     _logits_kernel[(*tiles, num_parts)](
         x, weight, logits, tokens, x.stride(0), ROWS=rows, STRIDE=_stride(rows), INNER=inner,
@@ -155,7 +162,7 @@ def _stride(rows: int) -> int:
 def _choose_tiles(tokens: int, experts: int, element_size: int, gpu: Gpu) -> tuple[int, int]:
     """Tokens and experts of a tile of logits: as many experts as leave a tile for each multiprocessor."""
     if tokens <= SMALL_TOKENS:
-        return 16, 32
+        return SMALL_TILE
     has_tensor_cores = element_size == 2
     for block_e in (WIDE, 64):
         memory = WIDE_STAGES * (64 + block_e) * 64 * element_size

@@ -47,15 +47,16 @@ def make_counters(device: torch.device) -> Tensor:
 
 
 def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None, counters: Tensor,
-                    parameters: Matrix, heads: int = 1) -> Tensor:  # fmt: skip
+                    parameters: Matrix, heads: int = 1, *, rows_are_fixed: bool = False) -> Tensor:  # fmt: skip
     """multiply for up to MAX_ROWS normed rows x [T, I]. TileError if split columns have too many tiles.
 
     counters: of `make_counters`; calls that share them must run one after another
     heads: of x [T, N I], by each of which its own rows of the weight [N O, I] are multiplied; whole tiles of them
+    rows_are_fixed: a program takes `block_rows`, however few rows there are
     """
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     operand = operand_of(weight)
-    tile = parameters.as_run(num_rows, gpu, operand.encoding)
+    tile = parameters.as_run(parameters.block_rows if rows_are_fixed else num_rows, gpu, operand.encoding)
     assert rows % heads == 0 and (heads == 1 or rows // heads % tile.block_out == 0), "a tile has rows of two heads"
     block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = tile
     if operand.encoding.per_byte == 2 and (x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size())):

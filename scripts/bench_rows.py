@@ -102,6 +102,15 @@ def shares(
     return {f"{name}-{load}": ROWS[than := f"{of}-{load}"]._replace(**changes, than=than) for load in loads}
 
 
+def invariant(of: str) -> dict[str, Row]:
+    """The row of 32 requests in the batch-invariant mode, which may be at most 25% slower."""
+    row = ROWS[than := f"{of}-32"]
+    setup = (*row.setup, "batch_invariant=true")
+    return {
+        f"{of}-invariant-32": row._replace(title=f"{row.title}, batch-invariant", target=0.8, setup=setup, than=than)
+    }
+
+
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
     return {f"{name}-{row.num_prompts}": row for row in rows}
 
@@ -139,6 +148,8 @@ ROWS |= {
     **named("8b-drafts", multiples("n-gram drafts, 2.5 tokens a step", "8b", SPEED_UPS, DRAFTS)),
     **named("8b-eagle3", multiples("EAGLE-3 drafts, 2.5 tokens a step", "8b", SPEED_UPS, EAGLE3)),
     **named("8b-eagle3-table", multiples("EAGLE-3 drafts, as measured times allow", "8b", SPEED_UPS, TABLE)),
+    **invariant("8b"),
+    **invariant("30b-a3b-fp8"),
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
     **shares("glm-air-fp8", "GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR),
     **shares("v3-fp8", "DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3),

@@ -335,6 +335,21 @@ def fp8_block_experts(session: Session) -> str:
     return session.compare(Check(folder, (600, 1100), fields=fields, rounding=rounding, runs=runs, bounds=FP8_EXPERTS))
 
 
+def batch_invariant(session: Session) -> str:
+    """Experts in fp8, whose activations stay in bf16; each answer has the bits that it has by itself."""
+
+    def check_bits(engine: LLMEngine) -> None:
+        vocab, params = engine.config.hf["vocab_size"], replace(GREEDY, logprobs=NUM_TOP)
+        prompts = [draw_prompt(length, length, vocab) for length in (1, 15, 16, 17, 64, 65, 300)]
+        for prompt, answer in zip(prompts, engine.generate(prompts, params), strict=True):
+            (own,) = engine.generate([prompt], params)
+            assert own["logprobs"] == answer["logprobs"], f"a prompt of {len(prompt)} tokens has other bits by itself"
+
+    fields, own = {"quant": "fp8_block"}, {"batch_invariant": True}
+    check = Check(session.write(qwen3_moe()), (300,), fields=fields, own=own, event=check_bits, bounds=ROUTED)
+    return session.compare(check)
+
+
 def int4_zeros(session: Session) -> str:
     quantized = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
                  "modules_to_not_convert": None}  # fmt: skip
@@ -650,6 +665,7 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "dense": dense,
     "fp8": fp8,
     "fp8-block-experts": fp8_block_experts,
+    "batch-invariant": batch_invariant,
     "int4-zeros": int4_zeros,
     "mxfp4-experts": mxfp4_experts,
     "latents": latents,

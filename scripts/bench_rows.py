@@ -123,13 +123,13 @@ ROWS = {
     "0.6b-256": Row(
         "Qwen3-0.6B bf16", "qwen3_0.6b", 256, "100-1024", "100-1024", 33000, sampling=("sampling.temperature=0.6",)
     ),
-    **named("8b-fp8", decodes(FP8_TITLE, "qwen3_8b", (430, 6000, 9000), FP8)),
+    **named("8b-fp8", decodes(FP8_TITLE, "qwen3_8b", (430, 6300, 9800), FP8)),
     "8b-fp8-prefill": prefill(FP8_TITLE, "qwen3_8b", 62000, FP8),
-    **named("8b-int4", decodes("Qwen3-8B int4, head and KV fp8", "qwen3_8b", (600, 6500, 9000), INT4)),
+    **named("8b-int4", decodes("Qwen3-8B int4, head and KV fp8", "qwen3_8b", (600, 6000, 8000), INT4)),
     **named("v2-lite", decodes("DeepSeek-V2-Lite bf16", "deepseek_v2_lite", (650, 3600, 9500))),
-    **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", (700, 8000, 18000))),
-    **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", (500, 2400, 5500))),
-    **named("30b-a3b-fp8", decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", (650, 3600, 8500), BLOCKS)),
+    **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", (700, 6000, 13000))),
+    **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", (480, 2100, 4600))),
+    **named("30b-a3b-fp8", decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", (750, 3500, 8000), BLOCKS)),
     **named("30b-a3b", decodes("Qwen3-30B-A3B bf16", "qwen3_30b_a3b", (500, 2050, 5200))),
     "30b-a3b-fp8-prefill": prefill("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", 95_000, BLOCKS),
     "30b-a3b-prefill": prefill("Qwen3-30B-A3B bf16", "qwen3_30b_a3b", 70_000),

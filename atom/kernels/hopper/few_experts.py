@@ -28,10 +28,12 @@ from atom.kernels.hopper.boxes import BYTES
 from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.packed_linear import (
     UP_EXPONENT,
+    _find_blocks,
     _load_operands,
     _load_scales,
     _unpack,
     gated_shape,
+    scale_parts,
 )
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded
@@ -172,7 +174,9 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
-    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or VALUES == "e2m1"
+    # the fence of a copy by TMA waits for all loads ahead of it: these come after it, a stage earlier
+    IS_LATE: gl.constexpr = VALUES == "e2m1"
+    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or IS_LATE
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
@@ -182,13 +186,15 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
     if HAS_OPERANDS:
         operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+    if IS_LATE:
+        next_operands = _load_operands(scales, zeros, blocks, block + COUNT, NUM, COUNT, VALUES)
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         block += COUNT
         if SCALES_SUMS:
             next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
-        if HAS_OPERANDS:
+        if HAS_OPERANDS and not IS_LATE:
             next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
         for group in gl.static_range(COUNT):
             sums = gl.zeros([ROWS, TOKENS], gl.float32, ACC) if SCALES_SUMS else acc
@@ -212,6 +218,8 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
             barrier()  # all have read the stage
             _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS,
                   ROWS, TOKENS)  # fmt: skip
+        if IS_LATE:
+            next_operands = _load_operands(scales, zeros, blocks, block + COUNT, NUM, COUNT, VALUES)
     return acc
 
 
@@ -263,7 +271,7 @@ def _gate_up_kernel(
     row = gl.arange(0, ROWS, layout=ROW)
     out = gl.minimum(first + row // 16 * 8 + row % 8, OUT // 2 - 1) + row // 8 % 2 * (OUT // 2)
     own = expert * OUT + out
-    blocks = own // SCALE_ROWS * NUM
+    blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
     acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
                   SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     sums, is_last = _pick(acc, row * 0), True
@@ -314,7 +322,7 @@ def _down_kernel(
     choices = gl.minimum(row // EACH, TOP_K - 1)
     experts = gl.load(ids + first_pair + choices, cache_modifier=".cg").to(gl.int32)
     own = experts * OUT + gl.minimum(first + row % EACH, OUT - 1)
-    blocks = own // SCALE_ROWS * NUM
+    blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
@@ -346,17 +354,26 @@ def _down_descriptors(rows: int, bits: int) -> TensorDescriptors:
     return TensorDescriptors((rows, WIDTH.value), gl.NVMMASharedLayout(WIDTH.value * bits // 8, bits, 2))
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, WeightEncoding]:
-    """Values, scales and zeros of a weight, and how it holds numbers."""
+class _Operand(NamedTuple):
+    """A weight as the kernels take it."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    scale_columns: int | None = None  # that share a scale, or a word of them; None: all
+    encoding: WeightEncoding = PLAIN
+
+
+def _operand_of(weight: Weight) -> _Operand:
     if isinstance(weight, Tensor):
-        return weight, None, None, PLAIN
-    parts = weight.parts
-    return parts["values"], parts["scales"], parts.get("zeros"), encoding_of_weight(weight)
+        return _Operand(weight)
+    scales, zeros, _, columns = scale_parts(weight)
+    return _Operand(weight.parts["values"], scales, zeros, columns, encoding_of_weight(weight))
 
 
 def max_chosen(weight: Weight) -> int:
     """The experts that a token may choose."""
-    return MAX_CHOSEN if _parts(weight)[-1].values in (None, "e4m3") else MAX_CHOSEN_PACKED
+    return MAX_CHOSEN if _operand_of(weight).encoding.values in (None, "e4m3") else MAX_CHOSEN_PACKED
 
 
 def suits_few(x: Tensor, ids: Tensor, gate_up: Weight, down: Weight) -> bool:
@@ -384,7 +401,7 @@ def multiply_gate_up(
 
     counters: of `matrix.make_counters`; calls that share them must run one after another
     """
-    values, scales, zeros, encoding = _parts(weight)
+    values, scales, zeros, scale_columns, encoding = _operand_of(weight)
     experts, out, inner = weight.shape
     x = align_rows(x)
     columns, tiles = columns_of(encoding), -(-out // ROWS.value)
@@ -400,7 +417,7 @@ def multiply_gate_up(
     _gate_up_kernel[(tiles, len(y), ring.splits)](
         x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
         ring.steps(inner, columns), ids.shape[1], out, inner, encoding.values, columns, encoding.rows,
-        encoding.columns, *gate, *ring, num_warps=4, launch_pdl=True,
+        scale_columns, *gate, *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
@@ -410,7 +427,7 @@ def multiply_down(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias:
 
     The kernel ahead is `multiply_gate_up`, of the same ids.
     """
-    values, scales, zeros, encoding = _parts(weight)
+    values, scales, zeros, scale_columns, encoding = _operand_of(weight)
     experts, out, inner = weight.shape
     (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(encoding)
     parts, sizes = next_power_of_2(top_k), Sizes.of_chosen(top_k)
@@ -422,7 +439,7 @@ def multiply_down(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias:
     x_tiles = _x_descriptors(sizes.tokens, columns).find(x, (readable_rows(x, sizes.tokens), inner), x.stride())
     _down_kernel[(tiles, tokens)](
         x_tiles, weights, ids, down_weights, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
-        encoding.values, columns, encoding.rows, encoding.columns, parts, *sizes, ring.boxes, ring.stages, num_warps=4,
+        encoding.values, columns, encoding.rows, scale_columns, parts, *sizes, ring.boxes, ring.stages, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
     return y

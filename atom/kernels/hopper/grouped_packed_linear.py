@@ -21,6 +21,7 @@ from atom.kernels.hopper.grouped_linear import ENTRY, Plan, _find_place, make_pl
 from atom.kernels.hopper.packed_linear import (
     GATED,
     WEIGHT,
+    _find_blocks,
     _find_rows,
     _finish,
     _load_operands,
@@ -31,6 +32,7 @@ from atom.kernels.hopper.packed_linear import (
     _weight_descriptors,
     _x_descriptors,
     gated_weights,
+    scale_parts,
 )
 from atom.kernels.triton.activations import Gate, constants_of
 from atom.kernels.triton.attention.common import wait_for_inputs
@@ -93,7 +95,7 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
         expert, x_row, end, out_tile = _find_place(tile, plan, out_tiles, ROWS)
         first_row = (out_tile * GROUPS + WHO) * BLOCK_O
         own = _find_rows(row, first_row, expert, OUT, KIND)
-        blocks = own // SCALE_ROWS * NUM
+        blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
         acc = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC)
         factors, operands = None, None  # of the next stage, since a load takes long
         if SCALES_SUMS:
@@ -202,16 +204,17 @@ def multiply(
     width = values.shape[-1]
     y = x.new_empty(rows, out if gate is None else out // 2)
     if gate is None:
-        weights = _weight_descriptors.find(values, (experts * out, width), (width, 1))
+        weights = _weight_descriptors(BOX.value).find(values, (experts * out, width), (width, 1))
     else:
-        weights = gated_weights(values, experts, out)
+        weights = gated_weights(values, experts, out, BOX.value)
     boxes, groups = encoding.bits // 4, choose_groups(encoding)
+    scales, zeros, _, scale_columns = scale_parts(weight)
     assert plan.block_rows == ROWS.value, "the plan is of other tiles"
     out_tiles = -(-out // (groups * BLOCK_O.value))
     _multiply[(min(find_gpu(x.device).units, plan.num * out_tiles),)](
         _x_descriptors(ROWS.value, COLUMNS.value // boxes).find(x, (rows, inner), x.stride()), weights,
-        weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan.tiles, plan.num, out, inner, encoding.values,
-        encoding.rows, encoding.columns, *constants_of(gate), groups, boxes, 8 - boxes - groups, num_warps=4,
+        scales, zeros, bias, y, plan.tiles, plan.num, out, inner, encoding.values, encoding.rows, scale_columns,
+        *constants_of(gate), groups, boxes, 8 - boxes - groups, num_warps=4,
         maxnreg=168 if groups == 2 else 128, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -16,11 +16,10 @@ from __future__ import annotations
 import triton
 from triton.experimental.gluon import language as gl
 
-from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, WORDS
+from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, GROUPS, WORDS
 from atom.kernels.hopper.gluon import jit
 from atom.kernels.triton.linear.weight_encoding import KQUANTS
 
-GROUPS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, WORDS.value)))  # [O, 4]: of a row the 32 columns of a word
 ROWS = gl.constexpr(gl.SliceLayout(1, GROUPS.value))
 THREADS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, WORDS.value)))  # [O, 4]: of a row the threads that share it
 EXPONENT = gl.constexpr(64)

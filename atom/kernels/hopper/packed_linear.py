@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
-from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, SCALES, WORDS
-from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
-from atom.kernels.hopper.kquants import EXPONENT, is_kquant, load_codes, unpack_codes
+from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, GROUPS
+from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, any_in_warp, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.kquants import EXPONENT, INTEGER, is_kquant, load_codes, unpack_codes
+from atom.kernels.hopper.kquants import U4_ASM as SCALED_U4_ASM
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -39,8 +40,23 @@ from atom.kernels.triton.padded_alloc import new_rows, readable_rows
 
 WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gate projections, then their up projections
+EXPONENTS = gl.constexpr(gl.NVMMASharedLayout(32, 32, 3))  # words of 8 rows, by boxes and by 8 rows
+GATED_EXPONENTS = gl.constexpr(gl.NVMMASharedLayout(32, 32, 4))
 UP_EXPONENT = gl.constexpr(32)
+# byte $2 of a word of exponents -> what unpacks by it, see _find_factor
+EXPONENT_ASM = gl.constexpr("""{
+.reg .b32 a;
+prmt.b32 a, $1, 0, $2;
+mad.lo.u32 $0, a, 0x00800080, 0x2f002f00;
+}""")
 OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
+
+PAIR_ASM = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
+OCTETS = gl.constexpr(  # i32[8, 1, 8] of scales: as GROUPS has their rows
+    gl.DistributedLinearLayout(
+        [[1, 0, 0]], [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[2, 0, 0], [4, 0, 0]], [], [8, 1, 8]
+    )
+)
 
 # of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
 U4_ASM = gl.constexpr("""{
@@ -77,8 +93,11 @@ mul.rn.bf16x2 $3, d, $5;
 
 
 @jit
-def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
-    """Bytes [O, 64] of a box -> its numbers [O, columns]. operand: of `_load_operands`"""
+def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr, SCALED: gl.constexpr = False):
+    """Bytes [O, 64] of a box -> its numbers [O, columns].
+
+    operand: of `_load_operands`, or if SCALED the scales [O] of numbers of 4 bits without zero points
+    """
     ROWS: gl.constexpr = tile.shape[0]
     if VALUES == "e4m3":
         numbers = gl.inline_asm_elementwise(
@@ -88,14 +107,34 @@ def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
     else:
         if is_kquant(VALUES):
             even, odd = unpack_codes(tile, operand, VALUES)
+        elif SCALED:
+            even, odd = _scale_u4(tile, operand)
         else:
             ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
-            pairs = _find_offset(operand) if VALUES == "u4" else operand
+            pairs = _find_offset(operand) if VALUES == "u4" else _find_factor(operand)
             even, odd = gl.inline_asm_elementwise(
                 ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
             )
         numbers = gl.join(even, odd).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 5, 3, 1, 4)).reshape([ROWS, 128])
     return gl.convert_layout(numbers, LEFT)
+
+
+@jit
+def _scale_u4(tile, scale):
+    """Numbers of 4 bits, from -8 on, by the scales [O]: 2^EXPONENT times too small, see kquants.py."""
+    scale = scale.to(gl.float32)
+    factor, minimum = _pair(scale * 2.0 ** (INTEGER - EXPONENT)), _pair(scale * -(2.0 ** (3 - EXPONENT)))
+    return gl.inline_asm_elementwise(
+        SCALED_U4_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [tile, factor, minimum], dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@jit
+def _pair(values):
+    """fp32[O] as pairs of bf16, i32[O, 64], the same in each column"""
+    pairs = gl.inline_asm_elementwise(PAIR_ASM, "=r,r", [values], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.expand_dims(pairs, 1).broadcast_to([BLOCK_O, BOX])
 
 
 @jit
@@ -106,19 +145,29 @@ def _find_offset(zero):
 
 
 @jit
-def _load_factor(scales, blocks, block, NUM: gl.constexpr):
-    """What unpacks e2m1, by the exponents of four blocks of columns: pairs of bf16, i32[O, 64].
+def _find_factor(words):
+    """What unpacks e2m1, by a word of each row's exponents, i32[O]: pairs of bf16, i32[O, 64].
 
     The bits lie where bf16 has its own, so that they are 2^126 times too small. Sums stay 2^UP_EXPONENT times too
     small: scales from 2^-94 to 2^33 fit in.
     """
-    rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
-    own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]
-    stored = gl.load(scales + rows + own, mask=own < NUM, other=0)
-    pairs = (stored.to(gl.int32) + (126 - UP_EXPONENT)) * 0x00800080
-    pairs = gl.convert_layout(pairs, gl.SliceLayout(1, gl.SliceLayout(3, WORDS)))
+    selectors = 0x4440 + gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))  # a byte of the word, then zeros
+    pairs = gl.inline_asm_elementwise(
+        EXPONENT_ASM, "=r,r,r",
+        [gl.expand_dims(words, 1).broadcast_to([BLOCK_O, 4]), selectors[None, :].broadcast_to([BLOCK_O, 4])],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
     pairs = gl.expand_dims(gl.expand_dims(pairs, 1), 3).broadcast_to([BLOCK_O, 4, 4, 4])
     return gl.convert_layout(pairs.reshape([BLOCK_O, BOX]), BYTES)
+
+
+@jit
+def _find_blocks(rows, VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, NUM: gl.constexpr):
+    """Where the scales of each row begin, of which it has NUM; of e2m1 words, which 8 rows have next to each other."""
+    if VALUES == "e2m1":
+        return rows // 8 * (8 * NUM) + rows % 8
+    else:
+        return rows // SCALE_ROWS * NUM
 
 
 @jit
@@ -146,15 +195,20 @@ def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
 
 @jit
 def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr,
-                   high=None):  # fmt: skip
-    """What COUNT boxes are unpacked with: zero points [O] as they are stored, or of `_load_factor`. block: of the first
+                   high=None, SCALED: gl.constexpr = False):  # fmt: skip
+    """What COUNT boxes are unpacked with, as it is stored: zero points, scales or words of exponents [O].
 
-    Neither scales nor zero points are converted here: that would wait for the load.
+    block: of the first
+
+    Nothing is converted here: that would wait for the load.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
     loaded = ()
     for number in gl.static_range(COUNT):
-        if VALUES == "u4":
+        if SCALED:
+            place = gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1)
+            loaded += (gl.load(scales + place),)  # type: ignore[assignment]
+        elif VALUES == "u4":
             if zeros is None:
                 zero = gl.full([BLOCK_O], 8, gl.int32, ROW)
             else:
@@ -163,28 +217,39 @@ def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.co
         elif is_kquant(VALUES):
             loaded += (load_codes(scales, zeros, high, blocks, block + number, NUM, VALUES),)  # type: ignore[assignment]
         else:
-            loaded += (_load_factor(scales, blocks, (block + number) * 4, NUM),)  # type: ignore[assignment]
+            words = scales + gl.convert_layout(blocks, gl.SliceLayout(1, GROUPS))
+            loaded += (gl.load(words + gl.minimum(block + number, NUM - 1) * 8),)  # type: ignore[assignment]
     return loaded
 
 
 @jit
-def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
-           BOXES: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
-    """Send for a stage: the weight's boxes, those of x, or both."""
-    x_boxes, weight_boxes, ready = memory
-    bar = ready.index(slot)
-    if WITH_WEIGHT:
-        mbarrier.expect(bar, BOXES * (BLOCK_O * BOX + BLOCK_R * COLUMNS * 2))
-        for number in gl.static_range(BOXES):
-            byte, box = (step * BOXES + number) * BOX, weight_boxes.index(slot * BOXES + number)
-            if KIND is None:
-                async_load(weight, [weight_row, byte], bar, box)
-            else:
-                async_load(weight, [weight_row, 0, 0, byte], bar, box)
+def _fetch(x, weight, scales, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
+           KIND: gl.constexpr):  # fmt: skip
+    """Send for a stage: the weight's bytes and exponents, x, or both.
+
+    Each has a barrier of its own, since between copies with the same one all warps would meet.
+    """
+    x_stages, weight_stages, exponents, ready = memory
+    COLUMNS: gl.constexpr = x_stages.shape[2]
+    WIDTH: gl.constexpr = weight_stages.shape[-1]
     if WITH_X:
-        for number in gl.static_range(BOXES):
-            column = (step * BOXES + number) * COLUMNS
-            async_load(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
+        mbarrier.expect(ready[0].index(slot), x_stages.shape[1] * COLUMNS * 2)
+    if WITH_WEIGHT:
+        mbarrier.expect(ready[1].index(slot), BLOCK_O * WIDTH)
+        if len(exponents) > 0:
+            mbarrier.expect(ready[2].index(slot), BLOCK_O * WIDTH // BOX * 4)
+    if WITH_WEIGHT:
+        box, byte = step * (WIDTH // BOX), step * WIDTH
+        if KIND is None:
+            async_load(weight, [weight_row, byte], ready[1].index(slot), weight_stages.index(slot))
+            if len(exponents) > 0:
+                async_load(scales, [weight_row // 8, box, 0], ready[2].index(slot), exponents[0].index(slot))
+        else:
+            async_load(weight, [weight_row, 0, 0, byte], ready[1].index(slot), weight_stages.index(slot))
+            if len(exponents) > 0:
+                async_load(scales, [weight_row, 0, box, 0], ready[2].index(slot), exponents[0].index(slot))
+    if WITH_X:
+        async_load(x, [x_row, step * COLUMNS], ready[0].index(slot), x_stages.index(slot))
 
 
 @jit
@@ -222,63 +287,89 @@ def _find_rows(row, first_row, expert, OUT: gl.constexpr, KIND: gl.constexpr):
 
 
 @jit
-def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
-              COLUMNS: gl.constexpr):  # fmt: skip
-    """Shared memory for boxes of x and of the weight, the latter as tiles, and barriers."""
+def _allocate(x, VALUES: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr,
+              STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Shared memory for stages of x, of the weight and of its exponents, and barriers; the weight as tiles, too.
+
+    Exponents come twice: as they are copied, and by 8 rows and boxes.
+    """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, BLOCK_R, COLUMNS], X)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_R, BOXES * COLUMNS], X)
+    exponents = ()
     if KIND is None:
-        weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
-        tiles = weight_boxes
+        weight_stages = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_O, BOXES * BOX], WEIGHT)
+        tiles = weight_stages
+        if VALUES == "e2m1":
+            words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_O // 8, BOXES, 8], EXPONENTS)
+            exponents = (words, words)
     else:
-        weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O // 16, 2, 8, BOX], GATED)
-        tiles = reinterpret(weight_boxes, gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        weight_stages = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_O // 16, 2, 8, BOXES * BOX], GATED)
+        tiles = reinterpret(weight_stages, gl.uint8, [STAGES, BLOCK_O, BOXES * BOX], WEIGHT)
+        if VALUES == "e2m1":
+            words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_O // 16, 2, BOXES, 8], GATED_EXPONENTS)
+            exponents = (words, reinterpret(words, gl.int32, [STAGES, BLOCK_O // 8, BOXES, 8], EXPONENTS))
+    ready = ()
+    for _ in gl.static_range(3 if VALUES == "e2m1" else 2):
+        bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(bars.index(stage), count=1)
+        ready += (bars,)  # type: ignore[assignment]
     fence_async_shared()
     barrier()
-    return (x_boxes, weight_boxes, ready), tiles
+    return (x_stages, weight_stages, exponents, ready), tiles
 
 
 @jit
 def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles,
             VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr,
-            BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-            ACC: gl.constexpr):  # fmt: skip
-    """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in this many steps from `begin` on, of which some were sent
-    for.
+            BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr,
+            ROWS: gl.constexpr):  # fmt: skip
+    """A tile of the weight by ROWS rows of x, fp32[BLOCK_O, ROWS], in this many steps from `begin` on, of which some
+    were sent for.
 
-    blocks: where the scales of each row begin, of which it has NUM.
+    blocks: of `_find_blocks`
     """
-    x_boxes, _, ready = memory
+    x_stages, _, exponents, ready = memory
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1" and not is_kquant(VALUES)
+    # multiplying sums by scales takes as many instructions as there are rows
+    SCALED: gl.constexpr = VALUES == "u4" and SCALE_COLUMNS is not None and zeros is None and ROWS > 8
+    SCALES_SUMS: gl.constexpr = (VALUES == "u4" or VALUES == "e4m3") and SCALE_COLUMNS is not None and not SCALED
+    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or is_kquant(VALUES)
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
-    acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
+    acc = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC)
     factors, operands, block = None, None, begin * COUNT  # of the next boxes, since a load takes long
     if SCALES_SUMS:
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
-    if VALUES != "e4m3":
-        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high)
+    if HAS_OPERANDS:
+        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high, SCALED)
     for step in range(steps):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        slot, phase = step % STAGES, step // STAGES & 1
+        mbarrier.wait(ready[1].index(slot), phase)
+        if VALUES == "e2m1":
+            mbarrier.wait(ready[2].index(slot), phase)
         block += COUNT
         if SCALES_SUMS:
             next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
-        if VALUES != "e4m3":
-            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high)
+        if HAS_OPERANDS:
+            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES, high, SCALED)
         for group in gl.static_range(COUNT):
-            sums = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC) if SCALES_SUMS else acc
-            for number in gl.static_range(EVERY):
-                box = slot * BOXES + group * EVERY + number
-                operand = None if VALUES == "e4m3" else operands[group]  # type: ignore[index]
-                numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
-                sums = _multiply_box(numbers, x_boxes.index(box), sums, ACC)
+            sums = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC) if SCALES_SUMS else acc
+            for box in gl.static_range(group * EVERY, (group + 1) * EVERY):
+                operand = None
+                if HAS_OPERANDS:
+                    operand = operands[group]  # type: ignore[index]
+                elif VALUES == "e2m1":
+                    operand = exponents[1].index(slot).slice(box, 1, dim=1).load(OCTETS).reshape([BLOCK_O])
+                    operand = gl.convert_layout(operand, gl.SliceLayout(1, GROUPS))
+                tile = tiles.index(slot).slice(box * BOX, BOX, dim=1)
+                numbers = _unpack(tile.load(BYTES), operand, VALUES, LEFT, SCALED)
+                if box == 0:
+                    mbarrier.wait(ready[0].index(slot), phase)
+                x_box = x_stages.index(slot).slice(box * COLUMNS, COLUMNS, dim=1).slice(0, ROWS, dim=0)
+                sums = _multiply_box(numbers, x_box, sums, ACC)
             if SCALES_SUMS:
                 acc += _wait_for(sums, ACC) * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
             else:
@@ -287,12 +378,13 @@ def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, st
             factors = next_factors
         else:
             acc = _wait_for(acc, ACC)
-        if VALUES != "e4m3":
+        if HAS_OPERANDS:
             operands = next_operands
         barrier()  # all have read the stage
         if step + STAGES < steps:
-            _fetch(x, weight, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, BOXES, BLOCK_R,
-                   COLUMNS, KIND)  # fmt: skip
+            _fetch(x, weight, scales, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, KIND)
+    if SCALED:
+        acc *= 2.0**EXPONENT
     return acc
 
 
@@ -333,14 +425,9 @@ def _multiply(
     """
     COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    if BLOCK_R == 8:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    else:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])  # type: ignore[no-redef]
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tl.extra.cuda.gdc_launch_dependents()
 
-    memory, tiles = _allocate(x, KIND, BLOCK_R, BOXES, STAGES, COLUMNS)
+    memory, tiles = _allocate(x, VALUES, KIND, BLOCK_R, BOXES, STAGES, COLUMNS)
     WIDTH: gl.constexpr = BOXES * COLUMNS  # of a stage
     ALL: gl.constexpr = (INNER + WIDTH - 1) // WIDTH
     EACH: gl.constexpr = (ALL + SPLITS - 1) // SPLITS
@@ -360,20 +447,42 @@ def _multiply(
         weight_row = expert * (OUT // 8) + first_row // 16
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
-                   KIND)  # fmt: skip
+            _fetch(x, weight, scales, x_row, weight_row, begin + stage, stage, memory, True, False, KIND)
     if EXPERTS is None:
         tl.extra.cuda.gdc_wait()
 
-    row = gl.arange(0, BLOCK_O, layout=ROW)
-    own = _find_rows(row, first_row, expert, OUT, KIND)
-    blocks = own // SCALE_ROWS * NUM
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
-                   KIND)  # fmt: skip
+            _fetch(x, weight, scales, x_row, weight_row, begin + stage, stage, memory, False, True, KIND)
+    given = (x, weight, scales, zeros, high, bias, y, partial, arrived)
+    place = (expert, x_row, end, first_row, weight_row, begin, steps)
+    # an expert has a third fewer rows than its tile on average: if half are enough, their MMAs take less time
+    if EXPERTS is not None and SPLITS == 1 and (BLOCK_R == 32 or BLOCK_R == 64):  # noqa: SIM102 - which is known when this is compiled
+        if any_in_warp(end - x_row <= BLOCK_R // 2):
+            _multiply_rows(given, place, memory, tiles, OUT, VALUES, SCALE_ROWS, SCALE_COLUMNS, NUM, KIND, LIMIT,
+                           ALPHA, BOXES, STAGES, COLUMNS, SPLITS, BLOCK_R // 2)  # fmt: skip
+            return
+    _multiply_rows(given, place, memory, tiles, OUT, VALUES, SCALE_ROWS, SCALE_COLUMNS, NUM, KIND, LIMIT, ALPHA, BOXES,
+                   STAGES, COLUMNS, SPLITS, BLOCK_R)  # fmt: skip
+
+
+@jit
+def _multiply_rows(given, place, memory, tiles, OUT: gl.constexpr, VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr,
+                   SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr,
+                   ALPHA: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+                   SPLITS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """The first ROWS rows of a tile, whose first stages were sent for."""
+    x, weight, scales, zeros, high, bias, y, partial, arrived = given
+    expert, x_row, end, first_row, weight_row, begin, steps = place
+    if ROWS == 8:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    else:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # type: ignore[no-redef]
+    row = gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, ACC))
+    own = _find_rows(row, first_row, expert, OUT, KIND)
+    blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
     acc = _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES,
-                  SCALE_COLUMNS, NUM, KIND, BLOCK_R, BOXES, STAGES, COLUMNS, ACC)  # fmt: skip
+                  SCALE_COLUMNS, NUM, KIND, BOXES, STAGES, COLUMNS, ACC, ROWS)  # fmt: skip
     is_last = True
     if SPLITS > 1:
         acc, is_last = _add_splits(acc, row, partial, arrived, SPLITS)
@@ -422,8 +531,24 @@ def _x_descriptors(block_rows: int, columns: int) -> TensorDescriptors:
     return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(2 * min(columns, 64), 16, 2))
 
 
-_weight_descriptors = TensorDescriptors((BLOCK_O.value, BOX.value), WEIGHT.value)
-_gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), GATED.value)
+@functools.cache
+def _weight_descriptors(width: int) -> TensorDescriptors:
+    return TensorDescriptors((BLOCK_O.value, width), WEIGHT.value)
+
+
+@functools.cache
+def _gated_descriptors(width: int) -> TensorDescriptors:
+    return TensorDescriptors((BLOCK_O.value // 16, 2, 8, width), GATED.value)
+
+
+@functools.cache
+def _exponent_descriptors(boxes: int) -> TensorDescriptors:
+    return TensorDescriptors((BLOCK_O.value // 8, boxes, 8), EXPONENTS.value)
+
+
+@functools.cache
+def _gated_exponent_descriptors(boxes: int) -> TensorDescriptors:
+    return TensorDescriptors((BLOCK_O.value // 16, 2, boxes, 8), GATED_EXPONENTS.value)
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, counters: Tensor,
@@ -447,9 +572,10 @@ def multiply_grouped(
     return _launch(x, weight, ends, bias, gate, counters, tiles)
 
 
-def gated_weights(values: Tensor, experts: int, out: int) -> Any:
-    """The descriptor of shuffled values [experts, out, bytes] whose boxes alternate 8 rows of gate and of up."""
-    return _gated_descriptors.find(values, *gated_shape(values, experts, out))
+def gated_weights(values: Tensor, experts: int, out: int, width: int) -> Any:
+    """The descriptor of shuffled values [experts, out, bytes] whose copies, of `width` bytes of a row, alternate 8 rows
+    of gate and of up."""
+    return _gated_descriptors(width).find(values, *gated_shape(values, experts, out))
 
 
 def gated_shape(values: Tensor, experts: int, out: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -473,12 +599,13 @@ def _launch(
     values = weight.parts["values"]
     width = values.shape[-1]
     if gate is None:
-        weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
+        weights = _weight_descriptors(boxes * BOX.value).find(values, (values.numel() // width, width), (width, 1))
     else:
-        weights = gated_weights(values, experts or 1, out)
+        weights = gated_weights(values, experts or 1, out, boxes * BOX.value)
     columns = BOX.value * 8 // encoding.bits
-    is_coded = encoding.factor == SPANS
-    scale_columns = columns if is_coded else encoding.columns
+    scales, zeros, high, scale_columns = scale_parts(weight)
+    if encoding.values == "e2m1":
+        scales = _describe_exponents(scales, experts or 1, out, gate is not None, boxes)
     # with a gate for the next GEMM, which reads whole tiles
     y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
@@ -490,25 +617,39 @@ def _launch(
         splits = 1
     if splits > 1:
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
-    x_tiles = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
+    x_tiles = _x_descriptors(block_rows, boxes * columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
-        x_tiles, weights, *(_coded_scales(weight) if is_coded else _scales(weight)), bias, ends, y, partial,
+        x_tiles, weights, scales, zeros, high, bias, ends, y, partial,
         counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, scale_columns, experts,
         is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
 
-def _scales(weight: PackedWeight) -> tuple[Tensor | None, ...]:
-    """Scales, zero points, and no other bits of numbers."""
-    return weight.parts["scales"], weight.parts.get("zeros"), None
+def _describe_exponents(words: Tensor, experts: int, out: int, is_gated: bool, boxes: int) -> Any:
+    """The descriptor of MXFP4's words, as the values' is."""
+    num = words.shape[-1] // 8
+    if not is_gated:
+        return _exponent_descriptors(boxes).find(words, (experts * out // 8, num, 8), (8 * num, 8, 1))
+    sizes, strides = (experts * out // 8 - out // 16, 2, num, 8), (8 * num, out // 2 * num, 8, 1)
+    return _gated_exponent_descriptors(boxes).find(words, sizes, strides)
 
 
-def _coded_scales(weight: PackedWeight) -> tuple[Tensor | None, ...]:
-    """Of K-quants: codes of 128 columns as a word, factors, and numbers' other bits, as kquants.py loads them."""
-    codes, factors, high = weight.parts["scales"], weight.parts[SPANS], weight.parts.get("high")
+def scale_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int | None]:
+    """Scales, zero points and other bits of numbers as kernels load them, and the columns of a scale, None: all.
+
+    Of MXFP4 and K-quants, a word has the scales of the 128 columns of a box.
+    """
+    parts, encoding = weight.parts, encoding_of_weight(weight)
+    scales = parts["scales"]
+    if encoding.values == "e2m1":
+        return scales.view(torch.int32), None, None, 2 * BOX.value
+    if encoding.factor != SPANS:
+        return scales, parts.get("zeros"), None, encoding.columns
+    factors, high = parts[SPANS], parts.get("high")  # codes, factors, and other bits, as kquants.py loads them
     return (
-        codes.view(len(codes), -1).view(torch.int64),
+        scales.view(len(scales), -1).view(torch.int64),
         factors.view(torch.int32 if factors.shape[-1] == 2 else factors.dtype),
         high if high is None or weight.kind == "q5_k" else high.view(torch.int64),
+        2 * BOX.value,
     )

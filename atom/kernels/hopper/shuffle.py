@@ -4,7 +4,8 @@
 
 A thread of four that share a row of an MMA's left operand takes 16 consecutive bytes of each group; they hold its
 columns for all MMAs of 16 columns that the group is made of. So it loads them at once, and what it unpacks from them
-is where the tensor cores want it. Scales and zeros stay as they are.
+is where the tensor cores want it. Scales and zeros stay as they are, but for MXFP4's exponents: a word has those of 128
+columns of a row, and words of 8 rows lie next to each other, so that one copy brings those of a box.
 
 GGUF's K-quants are split into parts first; of numbers of 5 and 6 bits, the values have four.
 
@@ -45,7 +46,10 @@ def shuffle(weight: PackedWeight) -> PackedWeight:
     values, at_once = torch.empty_like(stored), max(AT_ONCE // max(stored[0].numel(), 1), 1)
     for target, some in zip(torch.split(values, at_once), torch.split(stored, at_once), strict=True):
         target.copy_(reorder(some))
-    return replace(weight, parts={**weight.parts, "values": values}, layout=LAYOUT)
+    parts = {**weight.parts, "values": values}
+    if fmt.kind == "mxfp4":
+        parts["scales"] = _shuffle_exponents(parts["scales"])
+    return replace(weight, parts=parts, layout=LAYOUT)
 
 
 def _shuffle_bytes(values: Tensor) -> Tensor:
@@ -73,6 +77,12 @@ def _shuffle_e2m1(values: Tensor) -> Tensor:
             for half in (0, 16):
                 shuffled |= (words >> (half + 4 * number + bit) & 1) << (half ^ place)
     return shuffled.view(torch.uint8)
+
+
+def _shuffle_exponents(scales: Tensor) -> Tensor:
+    """u8[..., O, I / 32] -> u8[..., O / 8, bytes]: words of 128 columns of 8 rows each, filled up with zeros"""
+    words = F.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % 8)).view(torch.int32)
+    return words.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-2).contiguous().view(torch.uint8)
 
 
 def _shuffle_kquants(weight: PackedWeight, bits: int) -> PackedWeight:

@@ -68,6 +68,9 @@ class Memory:
     def index(self, slot: Any) -> Memory:
         return Memory(self.tensor[int(slot)])
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return Memory(self.tensor.narrow(dim, start, length))
+
     def permute(self, dims: tuple[int, ...]) -> Memory:
         return Memory(self.tensor.permute(dims))
 

@@ -157,7 +157,8 @@ def unpack(tile: Value, operand: Value | None, values: str, _layout: None) -> Va
         halves = torch.stack((tile & 15, tile >> 4), -1).double().view(rows, 4, 4, 2, 2, 2)
         numbers = halves - operand.double().view(rows, 1, 1, 1, 1, 1)
         return value(numbers.permute(0, 2, 4, 5, 1, 3).reshape(rows, 128).float())
-    factors = (operand.contiguous().view(torch.int32) << 16).view(torch.float32).double().view(rows, 4, 4, 4)
+    exponents = operand[:, None] >> 8 * torch.arange(4) & 255  # of 32 columns each
+    factors = 2.0 ** (exponents.double() - 1 - int(packed_hopper.UP_EXPONENT.value))
     words = tile.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     found = (
         words << 6 & 0x81C081C0,
@@ -166,7 +167,7 @@ def unpack(tile: Value, operand: Value | None, values: str, _layout: None) -> Va
         words >> 8 & 0x00400040 | words & 0x81808180,
     )
     pairs = torch.stack(found, -1).to(torch.uint32).view(torch.bfloat16).double().view(rows, 4, 4, 4, 2)
-    numbers = pairs * factors[..., :1, None]  # thread, product of 32 columns, eighth of it, turn
+    numbers = pairs * factors[:, None, :, None, None]  # thread, product of 32 columns, eighth of it, turn
     return value(numbers.permute(0, 2, 3, 1, 4).reshape(rows, 128).float())
 
 

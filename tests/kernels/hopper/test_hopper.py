@@ -411,6 +411,11 @@ def assert_near(y: torch.Tensor, truth: torch.Tensor, share: float = 1e-4) -> No
     assert ((y - truth).abs() <= 0.005 * truth.abs() + share * truth.abs().max()).all()
 
 
+def share_of(fmt: str, rows: int) -> float:
+    """`share` of `assert_near`: int4's numbers are rounded to bf16 with their scales in tiles of more than 8 rows."""
+    return 2e-3 if fmt == "int4[1, 128]" and rows > 8 else 1e-4
+
+
 CLAMPED = {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}
 
 
@@ -427,9 +432,8 @@ class TestOnHopper:
         x, bias = make(rows, inner + 8)[:, :inner], make(out)
         truth = x.double() @ packed.unpack(weight, torch.float32).double().t()
         linears = Linears()
-        share = (
-            1e-4 if rows <= 256 else 2e-3
-        )  # of more rows the weight is unpacked, and rounded to bf16 with its scales
+        # of more rows the weight is unpacked, and rounded to bf16 with its scales
+        share = 2e-3 if rows > 256 else share_of(fmt, rows)
         assert_near(linears.linear(x, shuffle(weight)).double(), truth, share)
         again = [linears.linear(x, shuffle(weight), bias) for _ in range(3)]
         assert_near(again[0].double(), truth + bias.double(), share)
@@ -468,14 +472,16 @@ class TestOnHopper:
         x = ops.rms_norm.body(a + b, norm, eps=EPS)
         truth = ops.gated_activate.body((x.double() @ plain.double().t()).bfloat16(), kind=kind).double()
         assert (y.double() - truth).abs().max() <= 0.02 * truth.abs().max()
-        assert (y.double() - truth).abs().mean() <= 0.004 * truth.abs().mean()
+        bound = 0.004 if share_of(fmt, rows) < 1e-3 else 0.006
+        assert (y.double() - truth).abs().mean() <= bound * truth.abs().mean()
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("tiles", [Wgmma(8, 4, 3, 8), Wgmma(16, 2, 6, 3), Wgmma(64, 2, 2), Wgmma(128, 2, 3, 2)])
     def test_any_tiles_give_the_same(self, fmt: str, tiles: Wgmma):
         weight, x = draw(fmt, 320 if "[128" not in fmt else 384, 4096, device="cuda"), make(70, 4096)
         truth = x.double() @ packed.unpack(weight, torch.float32).double().t()
-        assert_near(Linears(lambda *_: tiles).linear(x, shuffle(weight)).double(), truth)
+        assert_near(Linears(lambda *_: tiles).linear(x, shuffle(weight)).double(), truth,
+                    share_of(fmt, tiles.block_rows))  # fmt: skip
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize(
@@ -499,7 +505,7 @@ class TestOnHopper:
         y = Experts().grouped_linear(x, shuffle(bad), ends, bias)
         m = Experts().multiply(x, shuffle(bad), ends, bias, Gate(**CLAMPED))
         if sum(counts):
-            assert_near(y[: sum(counts)].double(), truth)
+            assert_near(y[: sum(counts)].double(), truth, share_of(fmt, sum(counts)))
             expected = ops.gated_activate.body(truth.bfloat16(), **CLAMPED).double()
             assert (m[: sum(counts)].double() - expected).abs().max() <= 0.02 * expected.abs().max()
 

@@ -27,7 +27,9 @@ OUT, INNER = 160, 384  # outputs that fill no last tile, columns that fill no la
 @pytest.fixture(scope="module")
 def emulated() -> SimpleNamespace:
     sizes = {name: getattr(emulate(boxes), name) for name in ("BLOCK_O", "BOX")}
-    names = {**sizes, "is_kquant": kquants.is_kquant}
+    own = emulate(kquants)
+    names = {**sizes, "is_kquant": kquants.is_kquant, "SCALED_U4_ASM": own.U4_ASM, "any_in_warp": bool}
+    names |= {name: getattr(own, name) for name in ("EXPONENT", "INTEGER")}
     return emulate(packed_linear, inline_asm_elementwise=run_inline, activate_rounded=activate_rounded, **names)
 
 
@@ -46,5 +48,7 @@ def test_a_program_multiplies_an_experts_rows(fmt: str, tiles: Wgmma, kind: dict
     gate, counters = None if kind is None else Gate(**kind), torch.zeros(64, dtype=torch.int32)
     y = emulated.multiply_grouped(x, shuffle(weight), ends, bias, gate, counters, tiles)
     truth = truth if kind is None else ops.gated_activate.body(truth.bfloat16(), **kind).float()
-    assert (y.float() - truth).norm() < 0.004 * truth.norm()
+    # scaled numbers of int4 are rounded to bf16, as where a weight is unpacked first
+    bound = 0.012 if fmt.startswith("int4") and kind is not None else 0.004
+    assert (y.float() - truth).norm() < bound * truth.norm()
     assert not counters.any(), "those that wait for the last split are counted from 0 again"

@@ -294,6 +294,8 @@ def _unpack_shuffled_kernel(
     block = (0 if SCALE_COLUMNS is None else tl.program_id(0) * NUM) + tl.arange(0, NUM)[None, :]
     mask = (row < out) & (block < BLOCKS)
     index = row // SCALE_ROWS * BLOCKS + block
+    if VALUES == "e2m1":  # words of four blocks, of 8 rows next to each other
+        index = ((row // 8 * triton.cdiv(BLOCKS, 4) + block // 4) * 8 + row % 8) * 4 + block % 4
     if zeros_ptr is not None:
         numbers -= tl.expand_dims(load_zeros(zeros_ptr + index, mask, VALUES), 2)
     numbers *= tl.expand_dims(load_scales(scales_ptr + index, mask, None), 2)

@@ -37,7 +37,8 @@ def choose(rows: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) 
     """
     block_rows = _block_rows(rows, encoding)
     num_tiles = -(-out // BLOCK_OUT)
-    if block_rows > 64 and (encoding.bits == 8 or num_tiles * -(-rows // block_rows) < 2 * gpu.units):
+    has_two_sums = encoding.bits == 8 and encoding.columns is not None  # of 128 rows they would take all registers
+    if block_rows > 64 and (has_two_sums or num_tiles * -(-rows // block_rows) < 2 * gpu.units):
         block_rows = 64
     tiles = num_tiles * -(-rows // block_rows)
     max_programs = 4 if encoding.bits == 4 and block_rows == 8 else 3  # on a multiprocessor

@@ -8,8 +8,9 @@ It computes what triton/attention/decode.py does, and cuts sequences up in the s
 Keys and values come by TMA, some tiles ahead and, but for the newest, while the preceding kernel still runs. A tile's
 keys are the left operand of one MMA and its values, transposed, that of the other, so that a tile of few queries wastes
 nothing. The tensor cores take both from shared memory; where entries are in fp8, from registers, where they become
-bf16. Which column is which is free in a sum over columns, and which row in what is stored in the end: so a thread takes
-neighbouring bytes, of keys those of its columns, and of values those of its rows at each of its positions.
+bf16, and a copy brings both. Which column is which is free in a sum over columns, and which row in what is stored in
+the end: so a thread takes neighbouring bytes, of keys those of its columns, and of values those of its rows at each of
+its positions.
 """
 
 from __future__ import annotations
@@ -47,18 +48,21 @@ MERGED = 4096  # numbers of parts that are added at once
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
 PIECE = gl.constexpr(16)  # of them, which one copy brings
 PIECES = gl.constexpr(4)  # POSITIONS / PIECE
-BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 3))  # keys and values of a piece
+TILE_OF_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
 OPERANDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-KEYS = gl.constexpr(  # a thread has 32 neighbours of two rows, 8 apart
+KEYS = gl.constexpr(  # of u8[PIECES, 1, PIECE, 128] a thread has 32 neighbours of two rows, 8 apart
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [64, 128],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 8, 0]],
+        [[0, 0, 0, 32], [0, 0, 0, 64], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 1, 16, 128],
     )
 )  # fmt: skip
 VALUES = gl.constexpr(  # a thread has 4 neighbours of 16 rows
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        [[0, 32], [0, 64]], [], [64, 128],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 8, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16]],
+        [[0, 0, 0, 32], [0, 0, 0, 64]], [], [4, 1, 16, 128],
     )
 )  # fmt: skip
 QUERIES_BY = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # to load by
@@ -107,7 +111,8 @@ def _find_dim(row, IS_FP8: gl.constexpr):
 
 @jit
 def _unpack_keys(tile, LEFT: gl.constexpr):
-    """Bytes [positions, columns] -> [positions, places], as `_find_column` has them"""
+    """Bytes of KEYS -> [positions, places], as `_find_column` has them"""
+    tile = tile.reshape([POSITIONS, 128])
     numbers = gl.inline_asm_elementwise(EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
     numbers = numbers.reshape([POSITIONS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([POSITIONS, 128])
     return gl.convert_layout(numbers, LEFT)
@@ -115,7 +120,8 @@ def _unpack_keys(tile, LEFT: gl.constexpr):
 
 @jit
 def _unpack_values(tile, LEFT: gl.constexpr):
-    """Bytes [positions, columns] -> [rows, positions], as `_find_dim` has them"""
+    """Bytes of VALUES -> [rows, positions], as `_find_dim` has them"""
+    tile = tile.reshape([POSITIONS, 128])
     numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=8)
     # a thread's numbers lie by position, then by column; they are called the other way round
     numbers = numbers.reshape([POSITIONS // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5)).reshape([128, POSITIONS])
@@ -155,11 +161,15 @@ def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.con
         rows += (row,)  # type: ignore[assignment]
     bar = ready.index(slot)
     mbarrier.expect(bar, 2 * POSITIONS * DIM * (128 // COLUMNS))
-    for part in gl.static_range(DIM // COLUMNS):
+    if COLUMNS == 128:  # of bytes
         for piece in gl.static_range(PIECES):
-            box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
-            async_load(pieces, [rows[piece], column], bar, keys.index(box))
-            async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
+            async_load(pieces, [0, rows[piece], head * DIM], bar, keys.index(slot * PIECES + piece))
+    else:
+        for part in gl.static_range(DIM // COLUMNS):
+            for piece in gl.static_range(PIECES):
+                box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
+                async_load(pieces, [rows[piece], column], bar, keys.index(box))
+                async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
 
 
 @jit
@@ -302,7 +312,6 @@ def _decode(
     IS_FP8: gl.constexpr = gl.uint8 == ENTRY
     COLUMNS: gl.constexpr = 128 if IS_FP8 else 64  # that one copy brings
     BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * PIECES
-    SHARED: gl.constexpr = BYTES if IS_FP8 else OPERANDS
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, TILE)  # of queries
@@ -318,10 +327,15 @@ def _decode(
         return
     sequence, before = find_owner(counts, tile)
 
-    keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
-    values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
-    key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
-    value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
+    if IS_FP8:
+        keys = gl.allocate_shared_memory(ENTRY, [BOXES, 2, PIECE, COLUMNS], BYTES)
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE, COLUMNS], TILE_OF_BYTES)
+        values, value_tiles = keys, key_tiles
+    else:
+        keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
+        values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
+        value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
     queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -377,12 +391,13 @@ def _decode(
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
             scores = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)
-            tile_keys, tile_values = key_tiles.index(slot), value_tiles.index(slot).permute((1, 0))
             if IS_FP8:
-                tile_keys = _unpack_keys(tile_keys.load(KEYS), LEFT)
+                tile_keys = _unpack_keys(key_tiles.index(slot).slice(0, 1, dim=1).load(KEYS), LEFT)
+            else:
+                tile_keys, tile_values = key_tiles.index(slot), value_tiles.index(slot).permute((1, 0))
             scores = warpgroup_mma(tile_keys, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
             if IS_FP8:
-                tile_values = _unpack_values(value_tiles.index(slot).load(VALUES), LEFT)
+                tile_values = _unpack_values(value_tiles.index(slot).slice(1, 1, dim=1).load(VALUES), LEFT)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
             seen = start + (at - before) * POSITIONS + positions
@@ -433,7 +448,7 @@ def _decode(
         sequence += 1
 
 
-_byte_descriptors = TensorDescriptors((PIECE.value, 128), BYTES.value)
+_byte_descriptors = TensorDescriptors((2, PIECE.value, 128), BYTES.value)
 _descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
 
 
@@ -478,8 +493,9 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)
-    descriptors = _byte_descriptors if cache.element_size() == 1 else _descriptors
-    pieces = descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
+        pieces = _byte_descriptors.find(cache, (2, num_blocks * block_size, row // 2), (row // 2, row, 1))
+    else:
+        pieces = _descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
     block_m = max(8, next_power_of_2(group * query_len))
     k = v = cos = sin = q_norm = k_norm = slots = None
     eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0

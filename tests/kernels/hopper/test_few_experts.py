@@ -176,7 +176,7 @@ def emulated():
     """The kernels, without a GPU."""
     shared = emulate(packed_hopper)
 
-    loads = {name: getattr(shared, name) for name in ("_load_operands", "_load_scales", "UP_EXPONENT")}
+    loads = {name: getattr(shared, name) for name in ("_find_blocks", "_load_operands", "_load_scales", "UP_EXPONENT")}
     small = H200._replace(units=1, shared_memory=40 << 10)  # so that a stage is used again
     return emulate(
         few_hopper, _unpack=unpack, activate_rounded=activate_rounded, find_gpu=lambda device: small, **loads

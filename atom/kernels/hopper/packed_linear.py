@@ -12,6 +12,7 @@ so few. Columns that share a scale are summed up by themselves in float32. Round
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from atom.graph import PackedWeight
 from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, GROUPS
 from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, any_in_warp, async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.kquants import EXPONENT, INTEGER, is_kquant, load_codes, unpack_codes
-from atom.kernels.hopper.kquants import U4_ASM as SCALED_U4_ASM
+from atom.kernels.hopper.kquants import U4_ASM as FMA_U4_ASM
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -59,7 +60,7 @@ OCTETS = gl.constexpr(  # i32[8, 1, 8] of scales: as GROUPS has their rows
 )
 
 # of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
-U4_ASM = gl.constexpr("""{
+U4_PTX = """{
 .reg .b32 a, b, c, d, e;
 mov.b32 e, 0x43004300;
 shr.u32 b, $4, 4;
@@ -73,7 +74,12 @@ sub.rn.bf16x2 $0, a, $5;
 sub.rn.bf16x2 $1, b, $5;
 sub.rn.bf16x2 $2, c, $5;
 sub.rn.bf16x2 $3, d, $5;
-}""")
+}"""
+U4_ASM = gl.constexpr(U4_PTX)
+# the same by a scale, $9
+SCALED_U4_ASM = gl.constexpr(
+    re.sub(r"(sub.rn.bf16x2) (\$\d), (\w), (.*);", r"\1 \3, \3, \4;\nmul.rn.bf16x2 \2, \3, $9;", U4_PTX)
+)
 E2M1_ASM = gl.constexpr("""{
 .reg .b32 a, b, c, d, e;
 shl.b32 a, $4, 6;
@@ -96,7 +102,7 @@ mul.rn.bf16x2 $3, d, $5;
 def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr, SCALED: gl.constexpr = False):
     """Bytes [O, 64] of a box -> its numbers [O, columns].
 
-    operand: of `_load_operands`, or if SCALED the scales [O] of numbers of 4 bits without zero points
+    operand: of `_load_operands`; SCALED: as there
     """
     ROWS: gl.constexpr = tile.shape[0]
     if VALUES == "e4m3":
@@ -108,7 +114,7 @@ def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr, SCALED: gl.
         if is_kquant(VALUES):
             even, odd = unpack_codes(tile, operand, VALUES)
         elif SCALED:
-            even, odd = _scale_u4(tile, operand)
+            even, odd = _scale_u4(tile, *operand)
         else:
             ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
             pairs = _find_offset(operand) if VALUES == "u4" else _find_factor(operand)
@@ -120,13 +126,19 @@ def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr, SCALED: gl.
 
 
 @jit
-def _scale_u4(tile, scale):
-    """Numbers of 4 bits, from -8 on, by the scales [O]: 2^EXPONENT times too small, see kquants.py."""
+def _scale_u4(tile, scale, zero=None):
+    """Numbers of 4 bits by the scales [O]. zero: zero points [O]; None: they are from -8 on, and come 2^EXPONENT times
+    too small, see kquants.py"""
     scale = scale.to(gl.float32)
-    factor, minimum = _pair(scale * 2.0 ** (INTEGER - EXPONENT)), _pair(scale * -(2.0 ** (3 - EXPONENT)))
+    if zero is None:
+        first, second = _pair(scale * 2.0 ** (INTEGER - EXPONENT)), _pair(scale * -(2.0 ** (3 - EXPONENT)))
+        ASM: gl.constexpr = FMA_U4_ASM
+    else:
+        first, second = _find_offset(zero), _pair(scale)
+        ASM: gl.constexpr = SCALED_U4_ASM  # type: ignore[no-redef]
     return gl.inline_asm_elementwise(
-        SCALED_U4_ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [tile, factor, minimum], dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True, pack=4,
+        ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [tile, first, second], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=4,
     )  # fmt: skip
 
 
@@ -196,23 +208,23 @@ def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
 @jit
 def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr,
                    high=None, SCALED: gl.constexpr = False):  # fmt: skip
-    """What COUNT boxes are unpacked with, as it is stored: zero points, scales or words of exponents [O].
+    """What COUNT boxes are unpacked with, as it is stored: zero points or words of exponents [O].
 
     block: of the first
+    SCALED: numbers of 4 bits by their scales; these and zero points, if there are any, are tuples
 
     Nothing is converted here: that would wait for the load.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
     loaded = ()
     for number in gl.static_range(COUNT):
-        if SCALED:
-            place = gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1)
-            loaded += (gl.load(scales + place),)  # type: ignore[assignment]
+        place = gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1)
+        if SCALED and zeros is None:
+            loaded += ((gl.load(scales + place),),)  # type: ignore[assignment]
+        elif SCALED:
+            loaded += ((gl.load(scales + place), gl.load(zeros + place)),)  # type: ignore[assignment]
         elif VALUES == "u4":
-            if zeros is None:
-                zero = gl.full([BLOCK_O], 8, gl.int32, ROW)
-            else:
-                zero = gl.load(zeros + gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1))
+            zero = gl.full([BLOCK_O], 8, gl.int32, ROW) if zeros is None else gl.load(zeros + place)
             loaded += (zero,)  # type: ignore[assignment]
         elif is_kquant(VALUES):
             loaded += (load_codes(scales, zeros, high, blocks, block + number, NUM, VALUES),)  # type: ignore[assignment]
@@ -333,7 +345,7 @@ def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, st
     x_stages, _, exponents, ready = memory
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     # multiplying sums by scales takes as many instructions as there are rows
-    SCALED: gl.constexpr = VALUES == "u4" and SCALE_COLUMNS is not None and zeros is None and ROWS > 8
+    SCALED: gl.constexpr = VALUES == "u4" and SCALE_COLUMNS is not None and ROWS > 8
     SCALES_SUMS: gl.constexpr = (VALUES == "u4" or VALUES == "e4m3") and SCALE_COLUMNS is not None and not SCALED
     HAS_OPERANDS: gl.constexpr = VALUES == "u4" or is_kquant(VALUES)
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
@@ -383,7 +395,7 @@ def _sum_up(x, weight, scales, zeros, high, blocks, x_row, weight_row, begin, st
         barrier()  # all have read the stage
         if step + STAGES < steps:
             _fetch(x, weight, scales, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, KIND)
-    if SCALED:
+    if SCALED and zeros is None:
         acc *= 2.0**EXPONENT
     return acc
 

@@ -413,7 +413,7 @@ def assert_near(y: torch.Tensor, truth: torch.Tensor, share: float = 1e-4) -> No
 
 def share_of(fmt: str, rows: int) -> float:
     """`share` of `assert_near`: int4's numbers are rounded to bf16 with their scales in tiles of more than 8 rows."""
-    return 2e-3 if fmt == "int4[1, 128]" and rows > 8 else 1e-4
+    return 2e-3 if "int4" in fmt and rows > 8 else 1e-4
 
 
 CLAMPED = {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}

@@ -41,13 +41,6 @@ mul.rn.bf16x2 $0, a, t;
 mul.rn.bf16x2 $1, b, t;
 }""")
 
-ANY_PTX = gl.constexpr("""{
-.reg .pred p;
-setp.ne.s32 p, $1, 0;
-vote.sync.any.pred p, p, 0xffffffff;
-selp.b32 $0, 1, 0, p;
-}""")
-
 
 class GluonJITFunction(JITFunction, _runtime.GluonJITFunction):  # type: ignore[misc]
     """As JITFunction, of Gluon's language."""
@@ -56,12 +49,3 @@ class GluonJITFunction(JITFunction, _runtime.GluonJITFunction):  # type: ignore[
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`gluon.jit` with our class."""
     return partial(jit, **options) if fn is None else GluonJITFunction(fn, **options)
-
-
-@jit
-def any_in_warp(is_true):
-    """Whether it is true in any thread of the warp, of which a branch is then known to be one of all threads.
-
-    After a branch by a value from memory, addresses of the TMA and of wgmma would not stay in uniform registers.
-    """
-    return gl.inline_asm_elementwise(ANY_PTX, "=r,r", [is_true.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1) != 0

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.graph import PackedWeight
 from atom.kernels.hopper.boxes import BLOCK_O, BOX, BYTES, GROUPS
-from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, any_in_warp, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.kquants import EXPONENT, INTEGER, is_kquant, load_codes, unpack_codes
 from atom.kernels.hopper.kquants import U4_ASM as FMA_U4_ASM
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
@@ -468,9 +468,11 @@ def _multiply(
             _fetch(x, weight, scales, x_row, weight_row, begin + stage, stage, memory, False, True, KIND)
     given = (x, weight, scales, zeros, high, bias, y, partial, arrived)
     place = (expert, x_row, end, first_row, weight_row, begin, steps)
-    # an expert has a third fewer rows than its tile on average: if half are enough, their MMAs take less time
-    if EXPERTS is not None and SPLITS == 1 and (BLOCK_R == 32 or BLOCK_R == 64):  # noqa: SIM102 - which is known when this is compiled
-        if any_in_warp(end - x_row <= BLOCK_R // 2):
+    # an expert has a third fewer rows than its tile on average: if half are enough, their MMAs take less time. In fp8
+    # two ways to store what is not gated would take the memory of a third program
+    HALVES: gl.constexpr = EXPERTS is not None and SPLITS == 1 and (VALUES != "e4m3" or KIND is not None)
+    if HALVES and (BLOCK_R == 32 or BLOCK_R == 64):  # noqa: SIM102 - which is known when this is compiled
+        if end - x_row <= BLOCK_R // 2:
             _multiply_rows(given, place, memory, tiles, OUT, VALUES, SCALE_ROWS, SCALE_COLUMNS, NUM, KIND, LIMIT,
                            ALPHA, BOXES, STAGES, COLUMNS, SPLITS, BLOCK_R // 2)  # fmt: skip
             return

@@ -28,7 +28,7 @@ OUT, INNER = 160, 384  # outputs that fill no last tile, columns that fill no la
 def emulated() -> SimpleNamespace:
     sizes = {name: getattr(emulate(boxes), name) for name in ("BLOCK_O", "BOX")}
     own = emulate(kquants)
-    names = {**sizes, "is_kquant": kquants.is_kquant, "FMA_U4_ASM": own.U4_ASM, "any_in_warp": bool}
+    names = {**sizes, "is_kquant": kquants.is_kquant, "FMA_U4_ASM": own.U4_ASM}
     names |= {name: getattr(own, name) for name in ("EXPONENT", "INTEGER")}
     return emulate(packed_linear, inline_asm_elementwise=run_inline, activate_rounded=activate_rounded, **names)
 

@@ -314,13 +314,13 @@ def _allocate(x, VALUES: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr
         tiles = weight_stages
         if VALUES == "e2m1":
             words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_O // 8, BOXES, 8], EXPONENTS)
-            exponents = (words, words)
+            exponents = (words, words)  # type: ignore[assignment]
     else:
         weight_stages = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_O // 16, 2, 8, BOXES * BOX], GATED)
         tiles = reinterpret(weight_stages, gl.uint8, [STAGES, BLOCK_O, BOXES * BOX], WEIGHT)
         if VALUES == "e2m1":
             words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_O // 16, 2, BOXES, 8], GATED_EXPONENTS)
-            exponents = (words, reinterpret(words, gl.int32, [STAGES, BLOCK_O // 8, BOXES, 8], EXPONENTS))
+            exponents = (words, reinterpret(words, gl.int32, [STAGES, BLOCK_O // 8, BOXES, 8], EXPONENTS))  # type: ignore[assignment]
     ready = ()
     for _ in gl.static_range(3 if VALUES == "e2m1" else 2):
         bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

@@ -82,7 +82,8 @@ def _shuffle_e2m1(values: Tensor) -> Tensor:
 def _shuffle_exponents(scales: Tensor) -> Tensor:
     """u8[..., O, I / 32] -> u8[..., O / 8, bytes]: words of 128 columns of 8 rows each, filled up with zeros"""
     words = F.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % 8)).view(torch.int32)
-    return words.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-2).contiguous().view(torch.uint8)
+    by_octet: Tensor = words.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-2)
+    return by_octet.contiguous().view(torch.uint8)
 
 
 def _shuffle_kquants(weight: PackedWeight, bits: int) -> PackedWeight:

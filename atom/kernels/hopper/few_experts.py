@@ -174,9 +174,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
-    # the fence of a copy by TMA waits for all loads ahead of it: words come after it, four stages before they are used
-    IS_LATE: gl.constexpr = VALUES == "e2m1"
-    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or IS_LATE
+    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or VALUES == "e2m1"
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
@@ -186,17 +184,13 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
     if HAS_OPERANDS:
         operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
-    if IS_LATE:
-        second = _load_operands(scales, zeros, blocks, block + COUNT, NUM, COUNT, VALUES)
-        third = _load_operands(scales, zeros, blocks, block + 2 * COUNT, NUM, COUNT, VALUES)
-        next_operands = _load_operands(scales, zeros, blocks, block + 3 * COUNT, NUM, COUNT, VALUES)
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         block += COUNT
         if SCALES_SUMS:
             next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
-        if HAS_OPERANDS and not IS_LATE:
+        if HAS_OPERANDS:
             next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
         for group in gl.static_range(COUNT):
             sums = gl.zeros([ROWS, TOKENS], gl.float32, ACC) if SCALES_SUMS else acc
@@ -214,16 +208,12 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
                 acc = sums
         if SCALES_SUMS:
             factors = next_factors
-        if IS_LATE:
-            operands, second, third = second, third, next_operands
-        elif HAS_OPERANDS:
+        if HAS_OPERANDS:
             operands = next_operands
         if step + STAGES < steps:
             barrier()  # all have read the stage
             _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS,
                   ROWS, TOKENS)  # fmt: skip
-        if IS_LATE:
-            next_operands = _load_operands(scales, zeros, blocks, block + 3 * COUNT, NUM, COUNT, VALUES)
     return acc
 
 

@@ -23,7 +23,7 @@ from atom import weights
 from atom.assemble.budget_prompts import PROMPTS
 from atom.assemble.calibration import plan_calibration, read_calibration_text
 from atom.assemble.format_costs import KLMeter, find_groups
-from atom.assemble.format_search import PLAIN, Choice, Costs, FormatSearch, Tensors, bytes_in, format_in, recipes_in
+from atom.assemble.format_search import PLAIN, Choice, FormatSearch, Tensors, bytes_in, format_in, recipes_in
 from atom.assemble.loading import WEIGHT_SOURCES, open_checked, settle_heads
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
@@ -173,9 +173,9 @@ class FormatBudget:
             self._progress,
         )
         choice = search.run(self._max_kl, self._kept_costs)
-        if choice.costs and not self._kept_costs(choice.base):
-            files = {COSTS: json.dumps({fmt: [*of.items()] for fmt, of in choice.costs.items()})}
-            self._keep(self._costs_key(choice.base), files, "costs of formats")
+        if choice.costs and not self._kept_costs(choice.smaller):
+            files = {COSTS: json.dumps([*choice.costs.items()])}
+            self._keep(self._costs_key(choice.smaller), files, "costs of formats")
         return choice
 
     def _load(self, calibration: Calibration | None, recipes: Mapping[Recipe, Recipe]) -> Tensors:
@@ -205,13 +205,12 @@ class FormatBudget:
             made.open(load_plain, device, self._progress).close()  # here, to show its progress
         return made
 
-    def _kept_costs(self, base: str) -> Costs:
-        folder = self._cache.find(WEIGHTS, self._costs_key(base))
-        kept = {} if folder is None else json.loads((folder / COSTS).read_bytes())
-        return {fmt: {index: cost for index, cost in of} for fmt, of in kept.items()}
+    def _kept_costs(self, fmt: str) -> dict[int, float]:
+        folder = self._cache.find(WEIGHTS, self._costs_key(fmt))
+        return {} if folder is None else {index: cost for index, cost in json.loads((folder / COSTS).read_bytes())}
 
-    def _costs_key(self, base: str) -> str:
-        return key_of({**self._ingredients, "costs": base})
+    def _costs_key(self, fmt: str) -> str:
+        return key_of({**self._ingredients, "costs": fmt})
 
     def _keep(self, key: str, files: Mapping[str, str], what: str) -> Path:
         about = {"name": f"{what} of {self._checkpoint.location}", "ingredients": self._ingredients}
@@ -247,7 +246,7 @@ class FormatBudget:
             "formats:",
         ]
         for index, (fmt, group) in enumerate(zip(choice.formats, self._groups, strict=True)):
-            if costs := [f"{each} {of[index]:.2e} nats" for each, of in choice.costs.items() if index in of]:
-                lines.append(f"  # instead of {choice.base}: {', '.join(costs)}")
+            if index in choice.costs:
+                lines.append(f"  # {choice.smaller} instead of {choice.base}: {choice.costs[index]:.2e} nats")
             lines += [f"  {json.dumps(module)}: {json.dumps(fmt)}" for module in group.modules]
         return "\n".join(lines) + "\n"

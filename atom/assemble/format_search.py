@@ -1,13 +1,11 @@
 """Search for the formats of fewest bytes within a KL divergence of outputs.
 
-    choice = FormatSearch(groups, ["int4[1, 128]", "int4[1, 32]", "int8[1, *]", "plain"], load, meter).run(max_kl=0.01)
+    choice = FormatSearch(groups, ["int4[1, 128]", "int8[1, *]", "plain"], load, meter).run(max_kl=0.01)
 
-Formats are a ladder: by their bytes, the last one plain. The base is the one of least divergence; if the whole model in
-it is beyond the budget, plain. Each group is measured in each smaller format, all others in the base. Groups then step
-to smaller formats in the order of what a step costs a byte saved, as many steps as stay within the budget: by
-bisection, in which the whole model is measured each time. So the order assumes that costs add up, and the budget does
-not. A group's steps are those of the lower convex hull of its costs by bytes: formats above it are never worth theirs
-(Lagrangian relaxation of the multiple-choice knapsack problem, Sinha and Zoltners 1979).
+Formats are a ladder: by their bytes, the last one plain. The base is the first with which the whole model stays within
+the budget. Each group is measured in the next smaller format, all others in the base. Groups then take the smaller one
+in the order of what that costs a byte saved, as many as stay within the budget: by bisection, in which the whole model
+is measured each time. So the order assumes that costs add up, and the budget does not.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from atom.graph.formats import FormatError, shrink_group
 
 PLAIN = "plain"
 Tensors = dict[Recipe, Tensor]
-Costs = dict[str, dict[int, float]]  # by format, and group that it packs: nats more than in the base
 
 
 class Choice(NamedTuple):
@@ -34,8 +31,9 @@ class Choice(NamedTuple):
     formats: list[str]  # by group
     kl: float  # of the whole model, in nats a position
     kls: dict[str, float]  # of the whole model in each format that was measured
-    costs: Costs
-    base: str  # the format of groups that take no step
+    costs: dict[int, float]  # by group that has both formats: nats that the smaller one adds
+    smaller: str  # of the formats that groups have
+    base: str
 
 
 class FormatSearch:
@@ -57,61 +55,47 @@ class FormatSearch:
         self._progress, self._tensors = progress, dict(others)
         self._held: list[str | None] = [None] * len(groups)  # by group, the format of its tensors
 
-    def run(self, max_kl: float, kept: Callable[[str], Costs] = lambda _: {}) -> Choice:
+    def run(self, max_kl: float, kept: Callable[[str], dict[int, float]] = lambda _: {}) -> Choice:
         """Search within a budget, in nats a position.
 
-        kept: costs with a base, that were measured before; empty: none were
+        kept: costs in a format, in place of the next in the ladder, that were measured before; empty: none were
         """
         kls: dict[str, float] = {}
-        for fmt in self._ladder[:-1]:
-            kls[fmt] = self._measure([fmt] * len(self._groups))
-            if kls[self._ladder[0]] <= max_kl:
+        for fmt in self._ladder:
+            kls[fmt] = 0.0 if fmt == PLAIN else self._measure([fmt] * len(self._groups))
+            if kls[fmt] <= max_kl:
                 break
-        base = min(kls, key=kls.__getitem__)
-        if kls[base] > max_kl:
-            base, kls[PLAIN] = PLAIN, 0.0
+        base = fmt
         formats = [format_in(base, group, self._ladder) for group in self._groups]
         if base == self._ladder[0]:
-            return Choice(formats, kls[base], kls, {}, base)
-        costs = kept(base) or self._measure_costs(base, kls[base])
-        steps = self._order_steps(costs, formats)
-        within, beyond, kl = 0, len(steps), kls[base]
+            return Choice(formats, kls[base], kls, {}, base, base)
+        smaller = self._ladder[self._ladder.index(base) - 1]
+        costs = kept(smaller) or self._measure_costs(smaller, base, kls[base])
+        order = sorted(costs, key=lambda index: (costs[index] / self._saved(index, smaller, base), index))
+        within, beyond, kl = 0, len(order), kls[base]
         while beyond - within > 1:
             num = (within + beyond) // 2
-            measured = self._measure(with_steps(formats, steps[:num]))
+            measured = self._measure([smaller if index in order[:num] else fmt for index, fmt in enumerate(formats)])
             if measured <= max_kl:
                 within, kl = num, measured
             else:
                 beyond = num
-        return Choice(with_steps(formats, steps[:within]), kl, kls, costs, base)
+        chosen = [smaller if index in order[:within] else fmt for index, fmt in enumerate(formats)]
+        return Choice(chosen, kl, kls, costs, smaller, base)
 
-    def _measure_costs(self, base: str, base_kl: float) -> Costs:
-        """What each group costs in each smaller format that packs it, the others in the base."""
+    def _measure_costs(self, smaller: str, base: str, base_kl: float) -> dict[int, float]:
+        """What each group that has both formats costs in the smaller one, the others in the base."""
         self._set([base] * len(self._groups))
-        costs: Costs = {fmt: {} for fmt in self._ladder[: self._ladder.index(base)]}
-        with self._progress.task(f"measuring {', '.join(costs)}", len(self._groups), in_bytes=False) as task:
+        costs: dict[int, float] = {}
+        with self._progress.task(f"measuring {smaller}", len(self._groups), in_bytes=False) as task:
             for index, group in enumerate(self._groups):
-                for fmt in (each for each in costs if format_in(each, group, self._ladder) == each):
+                if format_in(smaller, group, self._ladder) == smaller:
                     self._meter.advance(group, self._tensors)
-                    changed = self._load(fmt, recipes_in(fmt, group))
-                    costs[fmt][index] = max(self._meter.measure({**self._tensors, **changed}) - base_kl, 0.0)
+                    changed = self._load(smaller, recipes_in(smaller, group))
+                    costs[index] = max(self._meter.measure({**self._tensors, **changed}) - base_kl, 0.0)
                 task.advance(1)
         self._meter.rewind()
         return costs
-
-    def _order_steps(self, costs: Costs, formats: Sequence[str]) -> list[tuple[int, str]]:
-        """Groups and the format to which each steps, from these formats on, by nats a byte saved."""
-        steps: list[tuple[float, int, str]] = []
-        for index, group in enumerate(self._groups):
-            points = {fmt: (bytes_in(fmt, group), of[index]) for fmt, of in costs.items() if index in of}
-            size, cost, rate = bytes_in(formats[index], group), 0.0, 0.0
-            while smaller := {fmt: at for fmt, at in points.items() if at[0] < size}:
-                rates = {fmt: ((more - cost) / (size - less), less) for fmt, (less, more) in smaller.items()}
-                fmt = min(rates, key=rates.__getitem__)
-                rate = max(rate, rates[fmt][0])  # as it is but for rounding
-                steps.append((rate, index, fmt))
-                size, cost = smaller[fmt]
-        return [(index, fmt) for _, index, fmt in sorted(steps, key=lambda step: step[:2])]
 
     def _measure(self, formats: Sequence[str]) -> float:
         self._set(formats)
@@ -128,11 +112,9 @@ class FormatSearch:
                 self._held[index] = fmt
             self._tensors |= self._load(fmt, recipes) if recipes else {}
 
-
-def with_steps(formats: Sequence[str], steps: Sequence[tuple[int, str]]) -> list[str]:
-    """Formats by group after some steps."""
-    taken = dict(steps)
-    return [taken.get(index, fmt) for index, fmt in enumerate(formats)]
+    def _saved(self, index: int, smaller: str, base: str) -> int:
+        group = self._groups[index]
+        return max(bytes_in(base, group) - bytes_in(smaller, group), 1)
 
 
 def format_in(fmt: str, group: Group, ladder: Sequence[str]) -> str:

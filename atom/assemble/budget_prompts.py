@@ -35,4 +35,60 @@ DIALOGUE = """\
 "And your phone?"
 "Flat since lunch." He put the flowers on the table. "I'm sorry, Ana. Really."
 She looked at them, then at him, and laughed. "Those are from the petrol station.\""""
-PROMPTS = (PROSE, CODE, QUESTIONS, SCIENCE, DIALOGUE)
+VERSE = """\
+The tide goes out and leaves the stones to shine,
+The heron stands where yesterday was sea;
+I count the boats along the harbour line
+And none of them has brought you back to me.
+
+The winter keeps its candle in the pane,
+The road is white, the chimneys hold their breath;
+What summer lent it will not lend again,
+And love must make its bargains short of death.
+
+Yet when the thaw has let the river sing,
+And every ditch runs silver to the weir,
+I shall forgive the year for being spring,
+And spring forgive me that you are not here."""
+NEWS = """\
+The council voted on Tuesday to close the Mill Street bridge for eleven months while its deck is replaced. Buses 14 \
+and 31 will be diverted by way of the ring road from 2 May. "Nobody likes a detour, but the alternative was a weight \
+limit that would have kept fire engines out," said Ruth Adeyemi, who chairs the transport committee. Repairs are \
+expected to cost 8.4 million pounds, of which the region pays 60 percent; shopkeepers have asked for lower rates."""
+SHELL = """\
+#!/bin/sh
+# Back up the database every night and keep the last seven copies.
+set -eu
+folder=/var/backups/shop
+mkdir -p "$folder"
+pg_dump --format=custom shop > "$folder/shop-$(date +%F).dump"
+find "$folder" -name 'shop-*.dump' -mtime +7 -delete
+"""
+FUNCTIONS = '''\
+from typing import List
+
+
+def longest_run(values: List[int]) -> int:
+    """Return the length of the longest run of equal numbers.
+    >>> longest_run([1, 1, 2, 2, 2, 3])
+    3
+    >>> longest_run([])
+    0
+    """
+    best = count = 0
+    previous = None
+    for value in values:
+        count = count + 1 if value == previous else 1
+        best = max(best, count)
+        previous = value
+    return best
+
+
+def mirrored(grid: List[List[str]]) -> List[List[str]]:
+    """Swap left and right of each row, so that the first column becomes the last one."""
+    return [[row[column] for column in range(len(row) - 1, -1, -1)] for row in grid]
+'''
+FRENCH = """\
+Le marché ouvre à sept heures, mais les meilleurs fromages sont partis avant huit heures et demie. Ma grand-mère le \
+savait bien : elle arrivait la première, goûtait tout, et ne payait jamais le prix écrit sur l'ardoise."""
+PROMPTS = (PROSE, CODE, QUESTIONS, SCIENCE, DIALOGUE, VERSE, NEWS, SHELL, FUNCTIONS, FRENCH)

@@ -9,6 +9,7 @@ checkpoint's files. The measured costs are kept as well, for other budgets.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -163,11 +164,11 @@ class FormatBudget:
         )
         meter = KLMeter(self._graph, self._prompts, {**others, **plain}, self._config.device)
         del plain
-        calibrations = {fmt: self._calibrate(fmt) for fmt in self._ladder if fmt != PLAIN}
+        calibrate = functools.cache(self._calibrate)
         search = FormatSearch(
             self._groups,
             self._ladder,
-            lambda fmt, recipes: self._load(calibrations.get(fmt), recipes),
+            lambda fmt, recipes: self._load(None if fmt == PLAIN else calibrate(fmt), recipes),
             meter,
             others,
             self._progress,

@@ -2,10 +2,11 @@
 
     choice = FormatSearch(groups, ["int4[1, 128]", "int8[1, *]", "plain"], load, meter).run(max_kl=0.01)
 
-Formats are a ladder: by their bytes, the last one plain. The base is the first with which the whole model stays within
-the budget. Each group is measured in the next smaller format, all others in the base. Groups then take the smaller one
-in the order of what that costs a byte saved, as many as stay within the budget: by bisection, in which the whole model
-is measured each time. So the order assumes that costs add up, and the budget does not.
+Formats are a ladder: by their bytes, the last one plain. The whole model goes down it as far as it stays within the
+budget: there is the base, and formats further down than the next are never loaded. Each group is measured in that next
+one, all others in the base. Groups then take it in the order of what that costs a byte saved, as many as stay within
+the budget: by bisection, in which the whole model is measured each time. So the order assumes that costs add up, and
+the budget does not.
 """
 
 from __future__ import annotations
@@ -60,16 +61,15 @@ class FormatSearch:
 
         kept: costs in a format, in place of the next in the ladder, that were measured before; empty: none were
         """
-        kls: dict[str, float] = {}
-        for fmt in self._ladder:
-            kls[fmt] = 0.0 if fmt == PLAIN else self._measure([fmt] * len(self._groups))
-            if kls[fmt] <= max_kl:
+        kls, base = {PLAIN: 0.0}, PLAIN
+        for smaller in reversed(self._ladder[:-1]):
+            kls[smaller] = self._measure([smaller] * len(self._groups))
+            if kls[smaller] > max_kl:
                 break
-        base = fmt
+            base = smaller
         formats = [format_in(base, group, self._ladder) for group in self._groups]
         if base == self._ladder[0]:
             return Choice(formats, kls[base], kls, {}, base, base)
-        smaller = self._ladder[self._ladder.index(base) - 1]
         costs = kept(smaller) or self._measure_costs(smaller, base, kls[base])
         order = sorted(costs, key=lambda index: (costs[index] / self._saved(index, smaller, base), index))
         within, beyond, kl = 0, len(order), kls[base]

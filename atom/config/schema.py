@@ -855,7 +855,7 @@ class QuantConfig:
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> plain, or their own format
     max_kl: float | None = number(None, 0, above=True)  # of budget: nats that outputs may diverge from plain weights'
-    choices: list[str] = field(default_factory=lambda: ["int4", "int8"])  # of budget: the formats, besides plain
+    choices: list[str] = field(default_factory=lambda: ["int4", "int4[1, 32]", "int8"])  # of budget: besides plain
     calibration: str = "auto"  # auto | prompt | none | FILE; auto: 4 bits, on a built-in text; none: to the nearest
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # dtype of the KV cache; auto: serve.kv_cache_dtype

@@ -14,9 +14,14 @@ from atom.assemble.format_search import PLAIN, FormatSearch, bytes_in, format_in
 from atom.checkpoint import SILENT
 from atom.graph import Dequantize, Quantize, Recipe, Type, W
 
-INT4, INT8 = "int4[1, 128]", "int8[1, *]"
+INT4, FINE, INT8 = "int4[1, 128]", "int4[1, 32]", "int8[1, *]"
 LADDER = [INT4, INT8, PLAIN]
-COSTS = {INT4: [0.3, 0.01, 0.2, 0.04, 0.1, 0.02], INT8: [0.002, 0.001, 0.001, 0.003, 0.001, 0.002], PLAIN: [0.0] * 6}
+COSTS = {
+    INT4: [0.3, 0.01, 0.2, 0.04, 0.1, 0.02],
+    FINE: [0.2, 0.008, 0.1, 0.03, 0.1, 0.02],
+    INT8: [0.002, 0.001, 0.001, 0.003, 0.001, 0.002],
+    PLAIN: [0.0] * 6,
+}
 GROUPS = [Group((Quantize(W(f"w{place}", Type("fp32", (8, 256))), INT8),)) for place in range(6)]
 
 
@@ -75,6 +80,19 @@ def test_a_group_that_a_format_does_not_pack_takes_the_next(monkeypatch: pytest.
     assert choice.formats == [INT8, *[INT4] * 5] and choice.costs == {}
 
 
+def test_formats_below_the_first_that_is_beyond_the_budget_are_never_loaded():
+    """To calibrate weights to a format takes longer than to measure it."""
+    loaded = set[str]()
+
+    def load(fmt: str, recipes: Mapping[Recipe, Recipe]) -> Any:
+        loaded.add(fmt)
+        return dict.fromkeys(recipes, fmt)
+
+    ladder = [INT4, FINE, INT8, PLAIN]
+    choice = FormatSearch(GROUPS, ladder, load, Meter(), {}, SILENT).run(0.02)  # type: ignore[arg-type]
+    assert (choice.base, choice.smaller) == (INT8, FINE) and loaded == {INT8, FINE}
+
+
 def test_bytes_are_those_of_values_and_scales():
     """Scales of groups of int4 are in fp16, of rows of int8 in fp32."""
     assert [bytes_in(fmt, GROUPS[0]) for fmt in LADDER] == [8 * (128 + 2 * 2), 8 * (256 + 4), 8 * 256 * 2]
@@ -92,4 +110,5 @@ def test_what_is_loaded_has_the_numbers_of_the_format():
             return 0.0
 
     FormatSearch(GROUPS[:1], LADDER, load, Zero(), {}, SILENT).run(0.1)  # type: ignore[arg-type]
-    assert loaded == [(INT4, Dequantize(Quantize(W("w0", Type("fp32", (8, 256))), "int4")))]
+    weight = W("w0", Type("fp32", (8, 256)))
+    assert loaded == [(INT8, Dequantize(Quantize(weight, INT8))), (INT4, Dequantize(Quantize(weight, "int4")))]

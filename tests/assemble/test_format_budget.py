@@ -137,7 +137,7 @@ def test_without_texts_or_weights_there_is_nothing_to_measure(folder: Path):
         measure(folder, 0.1)
 
 
-BUDGET = "quant.max_kl=0.037"  # with which SmolLM2 has the mean of the bytes that it has in int4 and in int8
+BUDGET = "quant.max_kl=0.04"  # with which SmolLM2 has the mean of the bytes that it has in int4 and in int8
 TEXTS, WINDOW = ("human-eval", "sonnets"), 512
 
 

@@ -5,9 +5,10 @@
 
 A weight is plain, or packed in the layout of shuffle.py. A program has ROWS rows of it: for the gate/up projection of
 one pair of token and expert, half of them gate and half up; for the down projection an equal part of each of a token's
-experts. Their boxes come by TMA, some stages ahead, as the left operand (A) of mma; x is B. For the down projection, B
-has one column per selected expert; only the diagonal blocks, a column by its own expert's rows, are kept. If the
-gate/up projection has few tiles, programs split the columns of a tile, and the last one to arrive adds them up.
+experts, or of each half of their columns where programs are few. Their boxes come by TMA, some stages ahead, as the
+left operand (A) of mma; x is B. For the down projection, B has one column per selected expert, or half; only the
+diagonal blocks, a column by its own rows, are kept. If the gate/up projection has few tiles, programs split the columns
+of a tile, and the last one to arrive adds them up.
 
 The down weights are fetched before the gate/up kernel has ended: the ids were written by a kernel that it waited for.
 """
@@ -49,6 +50,8 @@ MAX_CHOSEN_PACKED = 8  # that are unpacked with more than a scale, whose boxes h
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory besides its stages
 MAX_STAGES = 8
+HALVED_PROGRAMS = 2  # fewer on a multiprocessor than these halve the columns of their outputs, to be twice as many
+NOWHERE = gl.constexpr(1 << 24)  # a column beyond any end
 PROGRAMS = {8: 2, 4: 3}  # max on a multiprocessor if columns are split, by a number's bits; no plain ones are
 MIN_STEPS = 4  # of a split
 
@@ -89,14 +92,31 @@ def choose_ring(
 
     splits_columns: those of a tile may be split, each of some steps, if there is room for more programs
     """
-    columns = columns_of(encoding)
-    boxes = max(2, -(-(encoding.columns or 1) // columns))
+    columns, boxes = columns_of(encoding), boxes_of(encoding)
     steps = -(-inner // (boxes * columns))
     room = PROGRAMS.get(encoding.bits, 0) * gpu.units // programs if splits_columns else 1
     splits = max(1, min(room, steps // MIN_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(encoding, sizes))
     return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
+
+
+def halve(inner: int, encoding: WeightEncoding) -> int | None:
+    """Boxes of the first half of the columns, of which the second has at least as many, in whole stages; None: none.
+
+    A half may end with boxes of zeros, unless that is another number once it is unpacked.
+    """
+    columns, boxes = columns_of(encoding), boxes_of(encoding)
+    every = max((encoding.columns or 0) // columns, 1)  # with one scale
+    num, rest = -(-inner // (every * columns)) * every, inner % (every * columns)
+    first = num - boxes * -(-(num + bool(rest)) // (2 * boxes))
+    is_even = 2 * first == num and not rest
+    return first if first > 0 and (is_even or encoding.values in ("e4m3", "e2m1")) else None
+
+
+def boxes_of(encoding: WeightEncoding) -> int:
+    """Boxes of a stage, which has whole blocks."""
+    return max(2, -(-(encoding.columns or 1) // columns_of(encoding)))
 
 
 def columns_of(encoding: WeightEncoding) -> int:
@@ -112,12 +132,13 @@ def box_bytes(encoding: WeightEncoding, sizes: Sizes) -> int:
 
 @jit
 def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
-          PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+          PARTS: gl.constexpr, HALF: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
           TOKENS: gl.constexpr):  # fmt: skip
     """Fetch a stage: the weight's boxes, those of x, or both.
 
     starts: where the parts of a box begin in the weight
     PARTS: that a box has, each of neighbouring rows; None: gate and up projections, alternating by 8.
+    HALF: boxes of the first half of the columns, which every other part has, the next one the rest; None: each has all
     """
     x_boxes, weight_boxes, ready = memory
     bar = ready.index(slot)
@@ -132,45 +153,60 @@ def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexp
             else:
                 for part in gl.static_range(len(starts)):
                     place = weight_boxes.index(box * PARTS + part)
-                    async_load(weight, [starts[part], column], bar, place)
+                    if HALF is None:
+                        async_load(weight, [starts[part], column], bar, place)
+                    elif part % 2 == 0:  # of what the other half has too, zeros from beyond the end
+                        is_beyond = gl.minimum(gl.maximum(step * BOXES + number - HALF + 1, 0), 1)
+                        async_load(weight, [starts[part], column + is_beyond * NOWHERE], bar, place)
+                    else:
+                        async_load(weight, [starts[part], column + HALF * WIDTH], bar, place)
     if WITH_X:
         for number in gl.static_range(BOXES):
-            column = (step * BOXES + number) * COLUMNS
-            async_load(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
+            column, box = (step * BOXES + number) * COLUMNS, x_boxes.index(slot * BOXES + number)
+            if PARTS is None:
+                async_load(x, [x_row, column], bar, box)
+            else:
+                async_load(x, [x_row, 0, column], bar, box)
 
 
 @jit
-def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-              ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
-    """Shared memory for boxes of x and of the weight, the latter as tiles, and barriers."""
+def _allocate(x, weight, PARTS: gl.constexpr, HALVES: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+              COLUMNS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
+    """Shared memory for boxes of x and of the weight, barriers, and the boxes as matrices."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
     SWIZZLE: gl.constexpr = WIDTH * BITS // 8
     TILE: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, BITS, 2)
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, TOKENS, COLUMNS], gl.NVMMASharedLayout(128, 16, 2))
+    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if PARTS is None:
+        x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, TOKENS, COLUMNS], X)
         GATED: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, BITS, 4)
         boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES, ROWS // 16, 2, 8, WIDTH], GATED)
     else:
+        HALVED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+        x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, TOKENS // HALVES, HALVES, COLUMNS], HALVED)
         boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES * PARTS, ROWS // PARTS, WIDTH], TILE)
+    rows = reinterpret(x_boxes, x.dtype, [STAGES * BOXES, TOKENS, COLUMNS], X)
     tiles = reinterpret(boxes, weight.dtype, [STAGES * BOXES, ROWS, WIDTH], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     barrier()
-    return (x_boxes, boxes, ready), tiles
+    return (x_boxes, boxes, ready), (rows, tiles)
 
 
 @jit
 def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
-            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
-            STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
+            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, HALF: gl.constexpr,
+            BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+            TOKENS: gl.constexpr):  # fmt: skip
     """A tile of the weight by x, fp32[ROWS, TOKENS], in this many steps from `begin` on, of which some were sent for.
 
     blocks: where the scales of each row begin, of which it has NUM.
     """
-    x_boxes, _, ready = memory
+    x_rows, tiles = tiles
+    ready = memory[2]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
@@ -201,7 +237,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
                 else:
                     operand = operands[group] if HAS_OPERANDS else None  # type: ignore[index]
                     numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
-                sums = mma_v2(numbers, x_boxes.index(box).permute((1, 0)).load(RIGHT), sums)
+                sums = mma_v2(numbers, x_rows.index(box).permute((1, 0)).load(RIGHT), sums)
             if SCALES_SUMS:
                 acc += sums * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
             else:
@@ -212,8 +248,8 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
             operands = next_operands
         if step + STAGES < steps:
             barrier()  # all have read the stage
-            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS,
-                  ROWS, TOKENS)  # fmt: skip
+            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, HALF, BOXES,
+                  COLUMNS, ROWS, TOKENS)  # fmt: skip
     return acc
 
 
@@ -225,14 +261,14 @@ def _pick(acc, column):
 
 
 @jit
-def _finish(y, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
-    """The sums of rows, fp32[ROWS], scaled, with their biases. own: each row in the weight"""
+def _finish(y, scale, term, VALUES: gl.constexpr):
+    """The sums of rows, fp32[ROWS], scaled, with their biases."""
     if VALUES == "e2m1":
         y *= 1 << UP_EXPONENT
-    if VALUES is not None and SCALE_COLUMNS is None:
-        y *= gl.load(scales + blocks).to(gl.float32)
-    if bias is not None:
-        y += gl.load(bias + own).to(gl.float32)
+    if scale is not None:
+        y *= scale.to(gl.float32)
+    if term is not None:
+        y += term.to(gl.float32)
     return y
 
 
@@ -249,7 +285,7 @@ def _gate_up_kernel(
     """
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    memory, tiles = _allocate(x, weight, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
+    memory, tiles = _allocate(x, weight, None, 1, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
     pair, first = gl.program_id(1), gl.program_id(0) * (ROWS // 2)
     each = (steps + SPLITS - 1) // SPLITS
     begin = gl.program_id(2) * each
@@ -260,14 +296,19 @@ def _gate_up_kernel(
     starts = ((expert * OUT + first) // 8,)
     for stage in gl.static_range(STAGES):
         if stage < own_steps:
-            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, BOXES, COLUMNS,
-                  ROWS, TOKENS)  # fmt: skip
+            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, None, BOXES,
+                  COLUMNS, ROWS, TOKENS)  # fmt: skip
     row = gl.arange(0, ROWS, layout=ROW)
     out = gl.minimum(first + row // 16 * 8 + row % 8, OUT // 2 - 1) + row // 8 % 2 * (OUT // 2)
     own = expert * OUT + out
     blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
+    scale, term = None, None  # of `_finish`, ahead of the sums, since a load takes long
+    if VALUES is not None and SCALE_COLUMNS is None:
+        scale = gl.load(scales + own // SCALE_ROWS)
+    if bias is not None:
+        term = gl.load(bias + own)
     acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
-                  SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
+                  SCALE_COLUMNS, NUM, None, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     sums, is_last = _pick(acc, row * 0), True
     if SPLITS > 1:
         tile = pair * gl.num_programs(0) + gl.program_id(0)
@@ -281,7 +322,7 @@ def _gate_up_kernel(
                 sums += gl.load(place + split * ROWS, cache_modifier=".cg")
             gl.store(arrived + tile, 0)
     if is_last:
-        result = _finish(sums, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
+        result = _finish(sums, scale, term, VALUES).to(y.dtype.element_ty)
         gate, up = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
         m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
         block = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
@@ -293,48 +334,66 @@ def _gate_up_kernel(
 def _down_kernel(
     x, weights, ids, weight, scales, zeros, bias, y, steps, TOP_K: gl.constexpr, OUT: gl.constexpr, INNER: gl.constexpr,
     VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / PARTS outputs of a token, summed over its experts, in this many steps.
+    """ROWS / PARTS / HALVES outputs of a token, summed over its experts, in this many steps.
 
     PARTS: a power of 2, of which TOP_K are used.
+    HALF: as in `_send`
     ROWS, TOKENS: as `Sizes`
     """
-    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    EACH: gl.constexpr = ROWS // PARTS
-    memory, tiles = _allocate(x, weight, PARTS, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
+    HALVES: gl.constexpr = 1 if HALF is None else 2
+    EACH: gl.constexpr = ROWS // (PARTS * HALVES)
+    FIRST: gl.constexpr = 0 if HALF is None or SCALE_COLUMNS is None else HALF * COLUMNS // SCALE_COLUMNS
+    ALL: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    memory, tiles = _allocate(x, weight, PARTS * HALVES, HALVES, BOXES, STAGES, COLUMNS, ROWS, TOKENS)
     first_pair, first = gl.program_id(1) * TOP_K, gl.program_id(0) * EACH
     starts = ()
     for choice in gl.static_range(TOP_K):
         expert = gl.load(ids + first_pair + choice, cache_modifier=".cg").to(gl.int32)
-        starts += (expert * OUT + first,)  # type: ignore[assignment]
+        for _ in gl.static_range(HALVES):
+            starts += (expert * OUT + first,)  # type: ignore[assignment]
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _send(x, weight, first_pair, starts, stage, stage, memory, True, False, PARTS, BOXES, COLUMNS, ROWS, TOKENS)
+            _send(x, weight, first_pair, starts, stage + 0 * steps, stage, memory, True, False, PARTS * HALVES, HALF,
+                  BOXES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     row = gl.arange(0, ROWS, layout=ROW)
-    choices = gl.minimum(row // EACH, TOP_K - 1)
+    choices = gl.minimum(row // (EACH * HALVES), TOP_K - 1)
     experts = gl.load(ids + first_pair + choices, cache_modifier=".cg").to(gl.int32)
     own = experts * OUT + gl.minimum(first + row % EACH, OUT - 1)
-    blocks = _find_blocks(own, VALUES, SCALE_ROWS, NUM)
+    blocks = _find_blocks(own, VALUES, SCALE_ROWS, ALL) + row // EACH % HALVES * (
+        FIRST * (8 if VALUES == "e2m1" else 1)
+    )
+    shares = gl.load(weights + first_pair + choices, cache_modifier=".cg")
+    scale, term = None, None  # of `_finish`, ahead of the sums, since a load takes long
+    if VALUES is not None and SCALE_COLUMNS is None:
+        scale = gl.load(scales + own // SCALE_ROWS)
+    if bias is not None:
+        term = gl.load(bias + own)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
         if stage < steps:
-            _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS, BOXES, COLUMNS, ROWS, TOKENS)
-    shares = gl.load(weights + first_pair + choices)
+            _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS * HALVES, HALF, BOXES,
+                  COLUMNS, ROWS, TOKENS)  # fmt: skip
     acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
-                  NUM, PARTS, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
-    result = _finish(_pick(acc, row // EACH), scales, blocks, bias, own, VALUES, SCALE_COLUMNS)
-    result = gl.where(row // EACH < TOP_K, result.to(y.dtype.element_ty).to(gl.float32) * shares, 0.0)
-    total = gl.sum(result.reshape([PARTS, EACH]), 0)
+                  ALL - FIRST, PARTS * HALVES, HALF, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
+    sums = _pick(acc, row // EACH)
+    if HALVES > 1:  # of which the first one is what both add up to, and the other one zero
+        both = gl.sum(sums.reshape([PARTS, HALVES, EACH]), 1)
+        sums = gl.convert_layout(gl.expand_dims(both, 1).broadcast_to([PARTS, HALVES, EACH]).reshape([ROWS]), ROW)
+    result = _finish(sums, scale, term, VALUES).to(y.dtype.element_ty).to(gl.float32) * shares
+    is_own = (row // EACH % HALVES == 0) & (row // (EACH * HALVES) < TOP_K)
+    total = gl.sum(gl.where(is_own, result, 0.0).reshape([PARTS * HALVES, EACH]), 0)
     place = first + gl.arange(0, EACH, layout=total.type.layout)
     gl.store(y + gl.program_id(1) * OUT + place, total.to(y.dtype.element_ty), mask=place < OUT)
 
 
 @functools.cache
-def _x_descriptors(rows: int, columns: int) -> TensorDescriptors:
-    return TensorDescriptors((rows, columns), gl.NVMMASharedLayout(128, 16, 2))
+def _x_descriptors(*shape: int) -> TensorDescriptors:
+    return TensorDescriptors(shape, gl.NVMMASharedLayout(128, 16, len(shape)))
 
 
 @functools.cache
@@ -424,16 +483,23 @@ def multiply_down(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias:
     values, scales, zeros, scale_columns, encoding = _operand_of(weight)
     experts, out, inner = weight.shape
     (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(encoding)
-    parts, sizes = next_power_of_2(top_k), Sizes.of_chosen(top_k)
-    each = sizes.rows // parts
+    parts, sizes, gpu = next_power_of_2(top_k), Sizes.of_chosen(top_k), find_gpu(x.device)
+    each, half, halves = sizes.rows // parts, None, 1
+    programs = -(-out // each) * next_power_of_2(tokens)
+    is_few = programs < HALVED_PROGRAMS * gpu.units and encoding.bits < 16 and 2 * parts <= sizes.tokens
+    if is_few and (half := halve(inner, encoding)):
+        each, halves, programs = each // 2, 2, 2 * programs
+    first = (half or 0) * columns
+    ring = choose_ring(programs, inner - first, encoding, gpu, sizes)
     tiles = -(-out // each)
-    ring = choose_ring(tiles * next_power_of_2(tokens), inner, encoding, find_gpu(x.device), sizes)
     down_weights = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
-    x_tiles = _x_descriptors(sizes.tokens, columns).find(x, (readable_rows(x, sizes.tokens), inner), x.stride())
+    # rows of x, in two halves whose second one is as long as the other may be
+    x_sizes, x_strides = (len(x), halves, inner - first), (x.stride(0), first or x.stride(0), 1)
+    x_tiles = _x_descriptors(sizes.tokens // halves, halves, columns).find(x, x_sizes, x_strides)
     _down_kernel[(tiles, tokens)](
-        x_tiles, weights, ids, down_weights, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
-        encoding.values, columns, encoding.rows, scale_columns, parts, *sizes, ring.boxes, ring.stages, num_warps=4,
-        launch_pdl=True,
+        x_tiles, weights, ids, down_weights, scales, zeros, bias, y, ring.steps(inner - first, columns), top_k, out,
+        inner, encoding.values, columns, encoding.rows, scale_columns, parts, half, *sizes, ring.boxes, ring.stages,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

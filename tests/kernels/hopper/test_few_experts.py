@@ -41,6 +41,29 @@ def test_rings_fit_in_memory(fmt: str | None, inner: int):
         assert ring.stages * ring.boxes * few_hopper.box_bytes(encoding, few_hopper.GATE_SIZES) < H200.shared_memory
 
 
+@pytest.mark.parametrize(
+    ("fmt", "inner", "first"),
+    [
+        ("mxfp4", 2880, 11),  # of 22.5 boxes, in stages of 2: 11 and 12
+        ("mxfp4", 1024, 4),
+        ("mxfp4", 992, 2),  # else the first half would have more scales than the second
+        ("fp8[128, 128]", 1408, 10),  # of 22: one block less
+        ("fp8[128, 128]", 128, None),
+        ("fp8[1, *]", 1152, 8),
+        ("int4[1, 128]", 512, 2),
+        ("int4[1, 128]", 768, None),  # zeros would be numbers
+    ],
+)
+def test_columns_are_halved_in_whole_stages(fmt: str, inner: int, first: int | None):
+    encoding = encoding_of(fmt, 256)
+    assert few_hopper.halve(inner, encoding) == first
+    if first is not None:
+        columns = few_hopper.columns_of(encoding)
+        ring = few_hopper.choose_ring(1, inner - first * columns, encoding, H200)
+        assert ring.steps(inner - first * columns, columns) * ring.boxes * columns >= inner - first * columns
+        assert 2 * first * columns <= inner
+
+
 def test_what_is_not_few_is_grouped():
     weight, x = draw("fp8[1, *]", 4, 256, 512), torch.zeros(FEW_PLAIN + 1, 512, dtype=torch.bfloat16)
     ids = torch.zeros(FEW_PLAIN + 1, 8, dtype=torch.int64)
@@ -193,6 +216,19 @@ def test_each_token_goes_through_its_experts_by_these_programs(
     check_experts(fmt, kind, sizes, emulated, "cpu", ((1, False), (2, True)))
 
 
+@pytest.mark.parametrize(("fmt", "width", "top_k"), [("fp8[128, 128]", 384, 3), ("mxfp4", 352, 4), ("fp8[1, *]", 576, 1),
+                                                    ("int4[1, 128]", 512, 2)])  # fmt: skip
+def test_each_token_goes_through_its_experts_by_programs_of_half_the_columns(
+    fmt: str, width: int, top_k: int, emulated: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    halved, halve = [], few_hopper.halve
+    names = emulated.multiply_down.__globals__
+    monkeypatch.setitem(names, "find_gpu", lambda device: H200._replace(shared_memory=40 << 10))
+    monkeypatch.setitem(names, "halve", lambda *args: halved.append(halve(*args)) or halved[-1])
+    check_experts(fmt, "silu", (5, width, 128, top_k), emulated, "cpu", ((1, False), (2, False)))
+    assert len(halved) == 2 and all(halved)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
 @pytest.mark.parametrize("fmt", EXPERTS)
@@ -207,6 +243,7 @@ def test_each_token_goes_through_its_experts_by_these_programs(
         (8, 1408, 2048, 6),
         (13, 128, 640, 11),
         (20, 512, 2048, 16),
+        (16, 1440, 1440, 4),
     ],
 )
 def test_each_token_goes_through_its_experts(fmt: str | None, kind: str, sizes: tuple[int, ...]):

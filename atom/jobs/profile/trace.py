@@ -31,7 +31,7 @@ KINDS = {
         ),
         "matrix": (
             r"linear|(?<!of_)experts|lora|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])",
-            "^_multiply$|^_(gate_up|down|expand)_kernel$",
+            "^_multiply(_row)?$|^_(gate_up|down|expand)_kernel$",
         ),
         "recurrent": (
             "causal_conv|gated_delta|_chunks|pass_state|(?<![a-z])ssd(?![a-z])|selective_scan|lightning",

@@ -1,7 +1,7 @@
 """Linears on NVIDIA's Hopper: Gluon kernels where they are faster, else Triton's.
 
 linears = Linears()                             # of one model
-y = linears.linear(x, shuffle(weight))          # few rows by a weight in the layout wgmma: packed_linear.py
+y = linears.linear(x, shuffle(weight))          # few rows by a weight in the layout wgmma: packed_linear.py, one_row.py
 m = linears.gated_linear(x, gate_up, kind="silu")    # many rows by a plain weight: gated_linear.py
 """
 
@@ -10,16 +10,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from atom.graph.packed import PackedWeight
-from atom.kernels.hopper import gated_linear, packed_linear
+from atom.kernels.hopper import gated_linear, one_row, packed_linear
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.shuffled import Row, Wgmma
 from atom.kernels.triton.linear.tiles import Matrix
 from atom.kernels.triton.linear.weight_encoding import Weight
 
 
 class Linears(linear.Linears):
     """The linears of one model, which must run one after another: they share the counters of splits."""
+
+    def _multiply_row(self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+                      eps: float, row: Row) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert isinstance(weight, PackedWeight), "plain weights are not shuffled"
+        return one_row.multiply_row(a, b, norm, weight, bias, eps, row)
 
     def _multiply_tiles(self, x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None,
                         tiles: Matrix | Wgmma) -> Tensor:  # fmt: skip

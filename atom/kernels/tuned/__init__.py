@@ -54,6 +54,7 @@ ENTRY_SCHEMAS = {  # by kind: min number of values, and the range of each; see `
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "wgmma": (4, SHUFFLED),
+    "row": (1, [COUNTS[:8]]),
     "library": (0, []),
 }
 EXPERTS_ENTRY_SCHEMAS = {"tiles": (5, [TILES, TILES, TILES, WARPS, STAGES]), "wgmma": (4, SHUFFLED)}  # as above

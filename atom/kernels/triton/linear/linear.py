@@ -41,7 +41,7 @@ from atom.kernels.triton.linear.row_kernels import (
     quantize_normalized,
     span_of,
 )
-from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.shuffled import Row, Wgmma
 from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters, Shape, Vector, find
 from atom.kernels.triton.linear.vector import multiply_vector
 from atom.kernels.triton.linear.weight_encoding import Weight, encoding_of_weight
@@ -117,6 +117,9 @@ class Linears:
         if isinstance(tiles, Vector):
             assert len(a) == 1, f"{tiles} is for one row, not for {len(a)}"
             return multiply_vector(a, b, norm, weight, bias, eps, kind, tiles)
+        if isinstance(tiles, Row):
+            assert len(a) == 1 and kind is None, f"{tiles} is for one row and no gate"
+            return self._multiply_row(a, b, norm, weight, bias, eps, tiles)
         if tiles is None and act is not None:
             assert isinstance(weight, PackedWeight), "quantized rows by a plain weight"
             return quantize_and_multiply(a, b, norm, weight, bias, eps, kind, act, gives if len(a) > MAX_ROWS else None)
@@ -134,6 +137,11 @@ class Linears:
             return None
         shape = Shape(len(x), out, inner, gates, x.element_size(), encoding_of_weight(weight, act))
         return (parameters or self._parameters)(shape, find_gpu(weight.device))
+
+    def _multiply_row(self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+                      eps: float, row: Row) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`multiply` of one row, by a shuffled weight."""
+        raise AssertionError(f"{row} is for shuffled weights")
 
     def _multiply_tiles(self, x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None,
                         tiles: Matrix | Wgmma) -> Tensor:  # fmt: skip

@@ -1,6 +1,7 @@
 """Choose the tiles of linears by weights in the layout wgmma.
 
 tiles = choose(32, 6144, 4096, encoding, gpu)                  # of a weight in the layout wgmma
+row = choose_row(5120, 2048, encoding, gpu)                    # the same of one row; None: it takes tiles
 tiles = choose_grouped(256, 128, 1536, 2048, encoding, gpu)    # the same of experts
 """
 
@@ -14,6 +15,8 @@ from atom.kernels.triton.linear.weight_encoding import WeightEncoding
 
 BLOCK_OUT = 64  # rows of a weight that a program takes; if gated, half of them gate projections
 BOX = 64  # bytes of a row of a weight that one copy brings
+PARTS, EACH = 8, 8  # of the columns, and rows of a weight that a program takes, where x is one row
+ROW_PROGRAMS, ROW_BOXES = 6, 8  # of one row: max on a multiprocessor, and boxes of a part, which take registers
 MAX_STAGES = 8
 MIN_BYTES = 512  # of a row of a weight that a program takes
 OTHER_MEMORY = 2048  # bytes of a program's shared memory besides its stages
@@ -27,6 +30,12 @@ class Wgmma(NamedTuple):
     boxes: int  # of a row of the weight in a stage
     stages: int  # in memory at a time
     splits: int = 1  # programs that share out the columns
+
+
+class Row(NamedTuple):
+    """One row by such a weight, by hopper/one_row.py."""
+
+    boxes: int  # of each of PARTS of the columns
 
 
 def choose(rows: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) -> Wgmma:
@@ -56,6 +65,19 @@ def choose(rows: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) 
     max_boxes = 2 if encoding.values == "e2m1" and block_rows > 8 else 4  # scales of more take registers
     boxes = max(next((boxes for boxes in (max_boxes, 2) if fitting >= 2 * boxes), 1), min_boxes)
     return Wgmma(block_rows, boxes, min(max(fitting // boxes, 2), MAX_STAGES), splits)
+
+
+def choose_row(out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) -> Row | None:
+    """How one row is multiplied; None if the columns have no PARTS of whole boxes, or the weight is too large.
+
+    All programs are on the GPU at once, so that each has its weight before it has x.
+    """
+    columns = BOX * encoding.per_byte
+    boxes, programs = inner // (PARTS * columns), -(-out // (EACH * gpu.units))
+    if inner % (PARTS * max(columns, encoding.columns or 0)) or out % EACH or not 0 < boxes <= ROW_BOXES:
+        return None
+    memory = boxes * box_bytes(PARTS, encoding) + OTHER_MEMORY
+    return Row(boxes) if programs <= min(ROW_PROGRAMS, gpu.shared_memory // memory) else None
 
 
 def choose_grouped(rows: int, experts: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) -> Wgmma:

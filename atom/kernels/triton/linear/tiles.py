@@ -16,7 +16,7 @@ import torch
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
-from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.shuffled import Row, Wgmma
 from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, PLAIN, SPANS, WeightEncoding
 from atom.kernels.tuned import BUCKETS
 
@@ -100,7 +100,7 @@ class TileError(Exception):
     """A GEMM cannot be tiled with these parameters."""
 
 
-Parameters = Vector | Matrix | Wgmma | None  # None: the vendor's library multiplies
+Parameters = Vector | Matrix | Wgmma | Row | None  # None: the vendor's library multiplies
 Find = Callable[[Shape, Gpu], Parameters]
 
 
@@ -129,7 +129,8 @@ def key_of(shape: Shape) -> str:
 def from_entry(entry: Sequence[Any]) -> Parameters:
     """["matrix", 64, 128, 4, 4] -> Matrix(64, 128, 4, 4)"""
     kind, *numbers = entry
-    return None if kind == "library" else {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma}[kind](*numbers)
+    kinds = {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma, "row": Row}
+    return None if kind == "library" else kinds[kind](*numbers)
 
 
 def to_entry(parameters: Parameters) -> list[Any]:
@@ -139,8 +140,10 @@ def to_entry(parameters: Parameters) -> list[Any]:
 
 def choose(shape: Shape, gpu: Gpu) -> Parameters:
     """Choose the tiles of a GEMM of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library."""
-    rows, out, inner, _, _, encoding = shape
+    rows, out, inner, gates, _, encoding = shape
     if encoding.is_shuffled:
+        if rows == gates == 1 and encoding.factor != SPANS and (row := shuffled.choose_row(out, inner, encoding, gpu)):
+            return row
         by_library = encoding.act is not None and fills_library(rows, out, gpu)
         return None if by_library else shuffled.choose(rows, out, inner, encoding, gpu)
     if encoding.values is not None:

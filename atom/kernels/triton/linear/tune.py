@@ -22,7 +22,7 @@ from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.linear import OPS, Linears
-from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.shuffled import Row, Wgmma
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
     MAX_TILES,
@@ -146,9 +146,11 @@ def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
                 yield Vector(block_out, warps, stages=1, programs=programs)
 
 
-def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
+def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma | Row]:
     rows, out, inner, encoding = shape.rows, shape.out, shape.inner, shape.encoding
     usual = shuffled.choose(rows, out, inner, encoding, gpu)
+    if rows == shape.gates == 1 and (row := shuffled.choose_row(out, inner, encoding, gpu)):
+        yield row
     heights = (usual.block_rows // 2, usual.block_rows)  # taller ones are slower than the library
     for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
         width = boxes * shuffled.BOX * 8 // encoding.bits

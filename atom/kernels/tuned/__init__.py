@@ -50,7 +50,8 @@ EXPERTS_KEY = re.compile(rf"({NUMBER}) {NUMBER}x{NUMBER} {NUMBER} [12](?: {PACKE
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
 SHUFFLED = [SIZES[3:8], SIZES[:3], range(2, 9), range(1, 9)]
-ENTRY_SCHEMAS = {  # by kind: min number of values, and the range of each; see `kernels.triton.linear.tiles`
+# by kind: min number of values, and the range of each; see `kernels.triton.linear.tiles`
+ENTRY_SCHEMAS: Mapping[str, tuple[int, list[Any]]] = {
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "wgmma": (4, SHUFFLED),

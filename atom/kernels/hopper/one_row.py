@@ -20,7 +20,7 @@ from atom.graph import PackedWeight
 from atom.kernels.hopper.boxes import BOX, BYTES
 from atom.kernels.hopper.few_experts import ACC, _finish, _pick
 from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
-from atom.kernels.hopper.packed_linear import _load_operands, _load_scales, _unpack
+from atom.kernels.hopper.packed_linear import _find_blocks, _load_operands, _load_scales, _unpack, scale_parts
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.linear.shuffled import EACH as NUM_EACH
 from atom.kernels.triton.linear.shuffled import PARTS as NUM_PARTS
@@ -91,9 +91,9 @@ def _multiply_row(
     BLOCKS: gl.constexpr = 1 if SCALE_COLUMNS is None else INNER // PARTS // SCALE_COLUMNS  # of scales of a part
     row = gl.arange(0, ROWS, layout=ROW)
     own = first + row % EACH
-    blocks = own // SCALE_ROWS * (BLOCKS if SCALE_COLUMNS is None else BLOCKS * PARTS)
+    blocks = _find_blocks(own, VALUES, SCALE_ROWS, BLOCKS if SCALE_COLUMNS is None else BLOCKS * PARTS)
     if SCALE_COLUMNS is not None:
-        blocks += row // EACH * BLOCKS
+        blocks += row // EACH * (BLOCKS * (8 if VALUES == "e2m1" else 1))
     factors, operands, norms = None, None, ()
     if SCALES_SUMS:
         factors = _load_scales(scales, blocks, 0, BLOCKS, COUNT)
@@ -142,11 +142,11 @@ def multiply_row(
 ) -> tuple[Tensor, Tensor]:
     """linear(rms_norm(a + b)) of a row [1, I] by a shuffled weight [O, I], and a + b, which is a without b."""
     (out, inner), values, encoding = weight.shape, weight.parts["values"], encoding_of_weight(weight)
-    width = values.shape[-1]
+    (scales, zeros, _, scale_columns), width = scale_parts(weight), values.shape[-1]
     weights = _descriptors.find(values, (NUM_PARTS, out, width // NUM_PARTS), (width // NUM_PARTS, width, 1))
     y, total = a.new_empty(1, out), a if b is None else a.new_empty(1, inner)
     _multiply_row[(out // NUM_EACH,)](
-        a, b, norm, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, total, y, eps, out, inner,
-        encoding.values, encoding.rows, encoding.columns, row.boxes, num_warps=4, launch_pdl=True,
+        a, b, norm, weights, scales, zeros, bias, total, y, eps, out, inner,
+        encoding.values, encoding.rows, scale_columns, row.boxes, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y, total

@@ -28,7 +28,7 @@ EPS = 0.01
 def emulated() -> SimpleNamespace:
     packed = emulate(packed_linear)
     few = emulate(few_experts, UP_EXPONENT=packed.UP_EXPONENT)
-    names = {name: getattr(packed, name) for name in ("_load_operands", "_load_scales")}
+    names = {name: getattr(packed, name) for name in ("_find_blocks", "_load_operands", "_load_scales")}
     names |= {name: getattr(few, name) for name in ("_finish", "_pick")}
     return emulate(one_row, _unpack=unpack, BOX=emulate(boxes).BOX, **names)
 

@@ -33,7 +33,7 @@ class Wgmma(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row by such a weight, by hopper/one_row.py."""
+    """One row by such a weight, whose columns the warps of a program share out."""
 
     boxes: int  # of each of PARTS of the columns
 

@@ -58,6 +58,9 @@ class Communicator(Protocol):
     Every rank of a stage makes the same calls in the same order. A sum has the same bits on all of them.
     """
 
+    def num_ranks(self, axis: str) -> int:
+        """How many ranks meet along an axis."""
+
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor: ...
 
     def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor: ...

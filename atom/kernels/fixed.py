@@ -19,8 +19,6 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.kernels.backend import Communicator, Kernel, LoadContext, on_device
 
-MAX_RANKS = 1 << 16
-
 
 def sum_columns(x: Tensor) -> Tensor:
     """[T, k] -> [T]"""
@@ -42,10 +40,10 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 def all_reduce(communicator: Communicator, x: Tensor, *, axis: str) -> Tensor:
     """x [...] of each rank -> their sum [...], of what the ranks gather"""
     columns = x.shape[-1]
-    gathered = communicator.all_gather(x, axis=axis, size=columns * MAX_RANKS)
-    total = gathered[..., :columns]
-    for first in range(columns, gathered.shape[-1], columns):
-        total = total + gathered[..., first : first + columns]
+    gathered = communicator.all_gather(x, axis=axis, size=communicator.num_ranks(axis) * columns)
+    total, *others = gathered.split(columns, -1)
+    for part in others:
+        total = total + part
     return total.contiguous()
 
 

@@ -50,6 +50,9 @@ class GlooCommunicator:
         axes = (*ops.MEETING_AXES, ops.STAGES)
         self._along = {axis: _Peers(rendezvous, axis) for axis in axes if mesh.size(axis) > 1}
 
+    def num_ranks(self, axis: str) -> int:
+        return self._along[axis].size
+
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         return self._along[axis].all_reduce(x)
 

@@ -159,6 +159,9 @@ class NcclCommunicator:
         place, parts = ranks.index(rank), parts_of(mesh, ranks)
         return _Group(self._nccl.connect(ids[_name(axis, ranks)], place, len(ranks)), place, parts)
 
+    def num_ranks(self, axis: str) -> int:
+        return self._groups[axis].size
+
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         group, x = self._groups[axis], x.contiguous()
         total = torch.empty_like(x)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atom.graph import Mesh
-from atom.kernels import Communicator, Rendezvous, connect_rank
+from atom.kernels import Communicator, Rendezvous, connect_rank, fixed
 from atom.kernels.peers import collectives, tiles
 from atom.kernels.peers.communicator import PeerCommunicator
 from atom.runtime.ranks.links import RankLink, RankProcess, Ranks
@@ -115,7 +115,18 @@ def shots(communicator: Communicator, rank: int) -> list[list[Tensor]]:
     return found
 
 
-WORK: dict[str, Callable[[Communicator, int], Any]] = {"ops": ops, "replays": replays, "shots": shots}
+def in_order(communicator: Communicator, rank: int) -> list[Tensor]:
+    """Sums of what the ranks gather, by shape and dtype."""
+    given = [of(rank, shape, dtype).cuda() for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
+    return [fixed.all_reduce(communicator, x, axis="tensor").cpu() for x in given]
+
+
+WORK: dict[str, Callable[[Communicator, int], Any]] = {
+    "ops": ops,
+    "replays": replays,
+    "shots": shots,
+    "in_order": in_order,
+}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from atom.kernels import LoadContext, find_kernel, find_target, shuffle
 from atom.weights.quantize import quantize
 
 pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
 ROWS = (1, 2, 7, 8, 16, 17, 31, 33, 64, 65, 128, 129, 200, 513)
 
 
@@ -44,8 +45,19 @@ def test_a_row_of_a_linear_has_the_same_bits_next_to_any_others(fmt: str | None,
 
 
 @pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_window", "qwen3_moe"])
-def test_a_request_has_the_same_bits_in_any_batch(name: str, level: int, checkpoints: Callable[[str], Path]):
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen3", 1),
+        ("qwen3_window", 1),
+        ("qwen3_moe", 1),
+        pytest.param("qwen3", 2, marks=two_gpus),
+        pytest.param("qwen3_moe", 2, marks=two_gpus),
+    ],
+)
+def test_a_request_has_the_same_bits_in_any_batch(
+    name: str, ranks: int, level: int, checkpoints: Callable[[str], Path]
+):
     rng = random.Random(1)
     prompts = [[rng.randrange(101) for _ in range(rng.choice((1, 15, 16, 17, 63, 65, 130)))] for _ in range(24)]
     params = [
@@ -54,6 +66,7 @@ def test_a_request_has_the_same_bits_in_any_batch(name: str, level: int, checkpo
     ]
     options = {"model": str(checkpoints(name)), "dtype": "bf16", "level": level, "batch_invariant": True}
     options |= {"block_size": 16, "max_model_len": 192, "gpu_memory_utilization": 0.3}
+    options |= {"tensor_parallel_size": ranks}
     alone = LLMEngine(**options, enable_prefix_caching=False, max_num_seqs=1)
     expected = [alone.generate([each], own)[0] for each, own in zip(prompts, params, strict=True)]
     alone.close()

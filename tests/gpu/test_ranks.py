@@ -94,6 +94,15 @@ def test_collectives_equal_those_in_float64_and_have_the_same_bits_on_each_rank(
         assert torch.allclose(their[2].double(), both[1], rtol=eps, atol=eps)
 
 
+def test_a_sum_in_a_fixed_order_is_that_of_the_ranks_tensors_for_any_shape():
+    with two_ranks() as (_, _, run):
+        ours, theirs = run("in_order")
+    cases = [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
+    for (dtype, shape), our, their in zip(cases, ours, theirs, strict=True):
+        exact = (of(0, shape, dtype).double() + of(1, shape, dtype).double()).to(dtype)  # rounded once
+        assert torch.equal(our, exact) and torch.equal(their, exact), (dtype, shape)
+
+
 def test_graphs_of_collectives_are_replayed_in_any_order_with_a_rank_that_is_late():
     with two_ranks() as (_, _, run):
         ours, theirs = run("replays")

@@ -27,6 +27,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {  # module and qualified nam
     "tensor_model_parallel_all_reduce": (vllm.tensor_model_parallel_all_reduce, "distributed/communication_op.py"),
     "tensor_model_parallel_all_gather": (vllm.tensor_model_parallel_all_gather, "distributed/communication_op.py"),
     "get_tensor_model_parallel_rank": (vllm.get_tensor_model_parallel_rank, "distributed/parallel_state.py"),
+    "get_tensor_model_parallel_world_size": (
+        vllm.get_tensor_model_parallel_world_size, "distributed/parallel_state.py",
+    ),
     "RocmPlatform.apply_config_platform_defaults": (
         vllm.RocmPlatform.apply_config_platform_defaults.__func__, "platforms/rocm.py",
     ),

@@ -249,6 +249,10 @@ def get_tensor_model_parallel_rank() -> int:
     return context.rank.number if context.rank else 0
 
 
+def get_tensor_model_parallel_world_size() -> int:
+    return context.config.parallel_config.tensor_parallel_size
+
+
 def tensor_model_parallel_all_reduce(input_: torch.Tensor, /) -> torch.Tensor:
     assert context.rank is not None
     return context.rank.communicator.all_reduce(input_, axis="tensor")
@@ -289,6 +293,7 @@ MODULES: dict[str, dict[str, Any]] = {
         each.__name__: each
         for each in (
             get_tensor_model_parallel_rank,
+            get_tensor_model_parallel_world_size,
             tensor_model_parallel_all_gather,
             tensor_model_parallel_all_reduce,
         )

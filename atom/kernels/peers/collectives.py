@@ -352,6 +352,7 @@ def _launch_reduce_scatter(x: Tensor, out: Tensor, part: int, gathers: bool, are
 
 def all_gather(x: Tensor, size: int, arena: Arena) -> Tensor:
     """x [..., N], contiguous, rows of whole words, no more than `arena.room` -> [..., size], side by side"""
+    assert size <= arena.ranks * x.shape[-1], "no rank has columns from there on"
     out = x.new_empty(*x.shape[:-1], size)
     row, out_row = (columns * x.itemsize // 4 for columns in (x.shape[-1], size))
     _launch_gather([x], [out], row, out_row, arena)

@@ -99,6 +99,9 @@ class PeerCommunicator:
         epochs = torch.ones(programs, dtype=torch.int32, device=memory.device)
         return Arena(table, epochs, torch.zeros_like(epochs), self._stop.flag, ranks.index(rank))
 
+    def num_ranks(self, axis: str) -> int:
+        return self.arenas[axis].ranks
+
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         x = x.contiguous()
         if (arena := self._arena_for(axis, x)) is None or x.dtype not in DTYPES:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 
 from atom.errors import UnsupportedError
 from atom.kernels.backend import Held
@@ -13,6 +17,10 @@ from atom.kernels.backend import Held
 
 class GroupCommunicator:
     """The ranks of vLLM's tensor parallel group, along `tensor`."""
+
+    def num_ranks(self, axis: str) -> int:
+        size: int = get_tensor_model_parallel_world_size()
+        return size
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         total: Tensor = tensor_model_parallel_all_reduce(x)

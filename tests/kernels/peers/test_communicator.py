@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import Mesh
+from atom.kernels import fixed
 from atom.kernels.peers import collectives, communicator, tiles
 from atom.kernels.peers.communicator import PeerCommunicator
 
@@ -102,6 +103,18 @@ def test_parts_are_side_by_side_without_padding_and_tokens_below_each_other(rank
             assert torch.equal(weights, torch.arange(ranks).repeat_interleave(rows)[:, None].expand(-1, 3) / 2)
             expected = [torch.arange(3 * rows).view(rows, 3) + (rank << 40) for rank in range(ranks)]
             assert torch.equal(ids, torch.cat(expected))
+
+
+def test_a_sum_in_a_fixed_order_adds_what_the_ranks_push_and_gathers_no_more(tmp_path: Path):
+    shapes = [(1, 2), (5, 98)]
+
+    def work(rank: int, made: PeerCommunicator) -> list[Tensor]:
+        return [fixed.all_reduce(made, of(rank, shape, torch.bfloat16), axis="tensor") for shape in shapes]
+
+    for sums in run_ranks(Mesh(3), tmp_path, work):
+        for shape, total in zip(shapes, sums, strict=True):
+            first, second, third = (of(rank, shape, torch.bfloat16) for rank in range(3))
+            assert torch.equal(total, first + second + third) and total.is_contiguous()
 
 
 @pytest.mark.sampled(2)

@@ -41,7 +41,7 @@ def all_reduce(communicator: Communicator, x: Tensor, *, axis: str) -> Tensor:
     """x [...] of each rank -> their sum [...], of what the ranks gather"""
     columns = x.shape[-1]
     gathered = communicator.all_gather(x, axis=axis, size=communicator.num_ranks(axis) * columns)
-    total, *others = gathered.split(columns, -1)
+    total, *others = torch.split(gathered, columns, -1)
     for part in others:
         total = total + part
     return total.contiguous()

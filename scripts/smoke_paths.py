@@ -262,7 +262,8 @@ class Session:
                 kernel, name = node.meta.get("kernel"), node.target.name
                 assert kernel != "reference", f"{name} is left to the reference: {node.meta.get('notes')}"
                 if self.is_hopper and any(type_of(node.args[place]).fmt for place in node.target.weights):
-                    assert kernel == "hopper", f"{name} of packed weights is {kernel}'s: {node.meta.get('notes')}"
+                    wanted = "fixed_hopper" if engine.config.batch_invariant else "hopper"
+                    assert kernel == wanted, f"{name} of packed weights is {kernel}'s: {node.meta.get('notes')}"
 
     def _compare_prompt(
         self, engine: LLMEngine, exact: LLMEngine, half: LLMEngine | None, tokens: list[int]

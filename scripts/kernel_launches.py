@@ -36,8 +36,8 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -190,13 +190,11 @@ class NoMath(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(str(getattr(each, "device", each)) == "meta" for each in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)  # of a weight, whose parts get memory once they have their shapes
         if func._schema.name.partition("::")[2] in MATMULS:
             dtype = torch.int32 if args[0].dtype == torch.int8 else torch.bfloat16
             return torch.empty(len(args[0]), args[1].shape[1], dtype=dtype)
         results = [each.alias_info for each in func._schema.returns]
-        has_floats = any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves((args, kwargs)))
+        has_floats = any(each.is_floating_point() for each in _tensors((*args, *kwargs.values())))
         if func._schema.name in EMPTY:
             return _from_meta(func(*args, **kwargs))
         if not has_floats or any(each is not None and not each.is_write for each in results):
@@ -205,6 +203,15 @@ class NoMath(TorchDispatchMode):
             return kwargs.get("out", args[0])
         on_meta = {name: "meta" if name == "device" else _to_meta(value) for name, value in kwargs.items()}
         return tree_map(_from_meta, func(*tree_map(_to_meta, args), **on_meta))
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """An operation's: its arguments, and those in lists."""
+    for each in args:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from (one for one in each if isinstance(one, Tensor))
 
 
 def _to_meta(x: Any) -> Any:
@@ -228,8 +235,13 @@ def _memory() -> Tensor:
 
 def make(dtype: torch.dtype, shape: Iterable[Any]) -> Tensor:
     """A tensor of unset values, which takes no memory unless it is written."""
-    sizes = [int(dim) for dim in shape]
-    return _memory()[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+    return _make(dtype, tuple(int(dim) for dim in shape))
+
+
+@functools.cache
+def _make(dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    with _disable_current_modes():
+        return _memory()[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
 
 def make_weight(type: Any, layout: str | None) -> Any:
@@ -256,12 +268,13 @@ def _make_on_meta(type: Any, layout: str | None) -> Any:
         shapes = {"values": ("u8", (rows, columns // 256, K_QUANTS[type.fmt]))}
     else:
         shapes = {name: (part.dtype, part.shape) for name, part in part_types(type).items()}
-    parts = {
-        name: torch.empty([int(dim) for dim in shape], dtype=TORCH_DTYPES[dtype], device="meta")
-        for name, (dtype, shape) in shapes.items()
-    }
-    weight = PackedWeight(type, parts)
-    return weight if layout is None else shuffle(weight, layout)
+    with _disable_current_modes():
+        parts = {
+            name: torch.empty([int(dim) for dim in shape], dtype=TORCH_DTYPES[dtype], device="meta")
+            for name, (dtype, shape) in shapes.items()
+        }
+        weight = PackedWeight(type, parts)
+        return weight if layout is None else shuffle(weight, layout)
 
 
 def record_launches(arch: str, folder: Path, is_thorough: bool = False) -> list[Launch]:
@@ -269,8 +282,11 @@ def record_launches(arch: str, folder: Path, is_thorough: bool = False) -> list[
 
     folder: for the code of pieces, which stays there. is_thorough: of all models, not only one of those that are alike
     """
-    from atom.runtime.step import runner  # noqa: F401 before processes are forked, and after `use_gpu`
+    from atom.kernels.hopper import shuffle  # before processes are forked, and after `use_gpu`
+    from atom.kernels.triton.linear import split_blocks
+    from atom.runtime.step import runner  # noqa: F401
 
+    shuffle.AT_ONCE = split_blocks.AT_ONCE = 1 << 60  # bytes: what has no data is laid out in one part
     tasks = [(walk_and_multiply, (*each, arch, folder / str(at))) for at, each in enumerate(models(arch, is_thorough))]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         running = [pool.submit(record, call, *args) for call, args in (*tasks, (call_the_rest, (arch,)))]

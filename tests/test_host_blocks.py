@@ -48,7 +48,7 @@ def load_always(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

@@ -60,7 +60,7 @@ def paths(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "scale"), [("llama", 1), ("gpt_oss", 1), ("glm_moe_dsa", 1), ("deepseek_v4", 3)])
 def test_another_engine_reads_what_one_has_written(name: str, scale: int, open_engine: Open, tmp_path: Path):
     """scale: of the host's memory"""

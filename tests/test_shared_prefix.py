@@ -21,8 +21,17 @@ def open_engine(folder: Path, **options: Any) -> LLMEngine:
     return LLMEngine(model=str(folder), dtype="fp32", level=1, block_size=4, kv_cache_memory=1 << 22, **options)
 
 
-@pytest.mark.parametrize("budget", [512, 24])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("gemma2", 512),
+        ("qwen3_next", 24),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gemma2", 24), ("qwen3_next", 512), ("deepseek_v3", 512), ("deepseek_v3", 24))
+        ),
+    ],
+)
 def test_prompts_that_arrive_together_share_what_they_begin_with(
     name: str, budget: int, tmp_path: Path, checkpoints: Callable[[str], Path], references: Callable[[str], Any]
 ):

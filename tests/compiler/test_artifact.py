@@ -125,7 +125,7 @@ def restore(file: Path, before: str | None) -> None:
         file.write_text(before)
 
 
-@pytest.mark.parametrize("num_changes", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_changes", [28, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_changes_miss_exactly_where_they_matter_and_are_named(
     num_changes: int, configure: Any, cache: Cache, package: Path, monkeypatch: pytest.MonkeyPatch
 ):

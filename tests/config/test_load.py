@@ -1018,7 +1018,7 @@ LAYERS = {
 WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("file", model_files(), ids=lambda file: file.name)
 def test_every_shipped_model_file_composes(write: Write, file: Any):
     if file.name not in ("auto", "eagle3"):  # the latter is no model by itself
@@ -1132,7 +1132,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", sorted(file.name for file in model_files()))
 def test_a_model_file_has_the_formats_of_tool_calls_and_reasoning(name: str):
     model = compose(Config, [f"model={name}"])["model"]

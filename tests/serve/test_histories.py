@@ -178,7 +178,7 @@ def configure(talker: Path) -> Callable[..., Config]:
     )
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_answer_cut_off_anywhere_is_accepted_back(configure: Callable[..., Config], name: str):
     cuts = len(spoken(name))

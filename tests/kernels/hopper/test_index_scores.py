@@ -41,6 +41,7 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made.score_prompts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize(("first", "num"), [(0, 166), (0, 60), (60, 60), (120, 46)])
 def test_tokens_of_several_prompts_have_the_scores_of_the_op(first, num, heads, score):

@@ -21,7 +21,7 @@ def run(case: Case, device: str, attend: PagedAttention | None = None, **attribu
     return (attend or PagedAttention())(*move(case, device), **attributes).cpu()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, gpu=2)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"),
     [(64, 1, 8, 16), (20, 2, 3, 64), (80, 3, 2, 1), (128, 2, 4, 16), (256, 1, 5, 32), (512, 1, 8, 16)],

@@ -219,11 +219,11 @@ def _to_meta(x: Any) -> Any:
 
 
 def _from_meta(x: Any) -> Any:
-    """Memory for a result; integers are ones, which are valid as tokens, slots, blocks and experts."""
+    """Memory for a result; integers are ones, which are valid as tokens, slots, blocks and experts; bytes are unset."""
     if not isinstance(x, Tensor):
         return x
     if x.device.type != "meta":
-        return x if x.is_floating_point() else x.fill_(1)
+        return x if x.is_floating_point() or x.dtype == torch.uint8 else x.fill_(1)
     return (torch.empty if x.is_floating_point() else torch.ones)(x.shape, dtype=x.dtype)
 
 

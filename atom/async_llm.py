@@ -41,7 +41,7 @@ from atom.embeddings import (
 )
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.images.reader import ImageReader
-from atom.llm import answer, read_update
+from atom.llm import answer, read_init, read_update
 from atom.pair_prompts import PairTemplate, refuse_template
 from atom.prompts import (
     Prompt,
@@ -234,7 +234,7 @@ class AsyncLLMEngine:
 
     async def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
         """Prepare for a trainer that sends weights; see `LLMEngine.init_weight_transfer_engine`."""
-        await self._do(lambda: self._engine.init_weight_transfer(request.get("init_info", request)))
+        await self._do(lambda: self._engine.init_weight_transfer(read_init(request)))
 
     async def start_weight_update(self) -> None:
         """Begin an update of several parts; requests wait until `finish_weight_update`."""

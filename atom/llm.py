@@ -407,7 +407,7 @@ class LLMEngine:
         request: {"init_info": {…}}, or the inner mapping, of `atom.weights.transfers.InitInfo`; waits for the trainer
           if it has an address for NCCL. RequestError if that does not come
         """
-        self._engine.init_weight_transfer(request.get("init_info", request))
+        self._engine.init_weight_transfer(read_init(request))
 
     def start_weight_update(self) -> None:
         """Begin an update of several parts: no step runs until `finish_weight_update`."""
@@ -462,9 +462,20 @@ class LLMEngine:
             torch.cuda.empty_cache()
 
 
+def read_init(request: Any) -> Mapping[str, Any]:
+    """What `Engine.init_weight_transfer` takes, of a mapping or of vLLM's WeightTransferInitRequest."""
+    found = getattr(request, "init_info", request)
+    if not isinstance(found, Mapping):
+        raise RequestError(f"init_weight_transfer_engine takes init_info, not {type(request).__name__}")
+    return found.get("init_info", found)
+
+
 def read_update(tensors: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]) -> Any:
     """What `Engine.update_weights` takes: pairs of names and tensors, or what tells where they are."""
+    tensors = getattr(tensors, "update_info", tensors)  # of vLLM's WeightTransferUpdateRequest
     if not isinstance(tensors, Mapping):
+        if not isinstance(tensors, Iterable):
+            raise RequestError(f"update_weights takes tensors by name, or where they are, not {type(tensors).__name__}")
         return list(tensors)
     found = tensors.get("update_info", tensors)
     is_info = isinstance(found, Mapping) and "names" in found and not isinstance(found["names"], torch.Tensor)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from atom.compiler import semantic_graph
 from atom.config.load import load, load_gpu
 from atom.config.schema import GPUConfig
-from atom.jobs.plan.candidates import compile_candidate
+from atom.jobs.plan.candidates import Format, compile_candidate
 from atom.jobs.plan.estimate import estimate_run
 from atom.jobs.plan.load import Load
 from atom.jobs.plan.shares import find_shares
@@ -32,7 +33,8 @@ def estimate_row(row: Row, gpu: GPUConfig) -> float:
         Path(folder, "config.json").write_text((CONFIGS / f"{row.model}.json").read_text())
         choices = ["job=explain", f"job.gpu={MACHINE}", "device=cuda", f"serve.max_model_len={input_len + output_len}"]
         config = load([f"checkpoint={folder}", *choices, *row.setup])
-    candidate = compile_candidate(config, config.parallel, Target("cuda", frozenset(gpu.features)))
+    fmt = Format("", config.serve.kv_cache_dtype, config, [], semantic_graph(config))
+    candidate = compile_candidate(fmt, config.parallel, Target("cuda", frozenset(gpu.features)))
     asked = Load(row.num_prompts, input_len, output_len, input_len + output_len)
     seconds = estimate_run(candidate, gpu, asked, find_shares(MACHINE, gpu)).seconds
     return row.num_prompts * (input_len if row.counted == "input" else output_len) / seconds

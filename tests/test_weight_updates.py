@@ -286,6 +286,8 @@ def test_what_is_packed_with_others_takes_them_from_the_files_until_they_are_out
         (lambda new: {**new, "model.norm.weight": torch.zeros(48).to(torch.float8_e4m3fn)}, "tensor model.norm.weight is fp8_e4m3"),
         (lambda new: {**new, "model.norm.weight": torch.zeros(48, dtype=torch.complex64)}, "update_info: tensor model.norm.weight"),
         (lambda new: {**new, "model.norm.weight": [0.0]}, "model.norm.weight is list, not a tensor"),
+        (lambda new: {**new, "model.norm.weight": torch.empty(48, device="meta")}, "tensor model.norm.weight has no numbers here"),
+        (lambda new: {**new, "model.norm.weight": torch.zeros(48).to_sparse()}, "tensor model.norm.weight has no numbers here"),
         (lambda _: {}, "an update has to have tensors"),
     ],
 )  # fmt: skip
@@ -408,6 +410,9 @@ def test_an_update_comes_in_parts_whose_memory_is_used_again(updated: Callable[[
         engine.update_weights({"x": torch.zeros(1)})
     with pytest.raises(RequestError, match=r"^tensor \S+ has come before in this update"):
         engine.update_weights(first)
+    for fields in ({"version": "part"}, {"keep_cache": True}):
+        with pytest.raises(RequestError, match="finish_weight_update takes its version and keep_cache"):
+            engine.update_weights(others[0], **fields)
     assert engine.step() == [] and not engine._engine.has_work, "requests wait"
     for part in others:
         engine.update_weights(part)
@@ -457,6 +462,47 @@ def test_a_failure_half_way_serves_nothing_until_all_has_come(
     engine.update_weights({each: tensor for each, tensor in new.items() if each != name})
     assert engine.metrics.weights_fault == ""
     assert_logprobs(engine, updated("llama"))
+
+
+def test_an_update_in_parts_that_fails_half_way_is_over_and_a_whole_one_mends_it(
+    updated: Callable[[str], Path], open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    engine, new = open_engine("llama"), stored(updated("llama"))
+    engine.start_weight_update()
+    with monkeypatch.context() as patched:
+        break_after(1, patched)
+        with pytest.raises(WeightsIncompleteError):
+            engine.update_weights(new)
+    engine.update_weights(new)
+    assert_logprobs(engine, updated("llama"))
+
+
+def test_a_part_that_fails_before_anything_is_written_ends_the_update(
+    updated: Callable[[str], Path], open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    engine, new = open_engine("llama"), stored(updated("llama"))
+    before = [each["token_ids"] for each in engine.generate(PROMPTS, GREEDY)]
+    engine.start_weight_update()
+    with monkeypatch.context() as patched:
+        break_after(0, patched)
+        with pytest.raises(RequestError, match="the update has ended, nothing has changed"):
+            engine.update_weights(new)
+    with pytest.raises(RequestError, match=r"^no update of the weights is under way"):
+        engine.finish_weight_update()
+    assert [each["token_ids"] for each in engine.generate(PROMPTS, GREEDY)] == before
+    engine.update_weights(new)
+    assert_logprobs(engine, updated("llama"))
+
+
+def test_request_objects_of_vllm_are_taken(updated: Callable[[str], Path], open_engine: Open):
+    engine = open_engine("llama")
+    engine.init_weight_transfer_engine(SimpleNamespace(init_info={}))
+    with SharedWeights(stored(updated("llama"))) as shared:
+        engine.update_weights(SimpleNamespace(update_info=shared.update_info))
+    assert_logprobs(engine, updated("llama"))
+    for call in (engine.init_weight_transfer_engine, engine.update_weights):
+        with pytest.raises(RequestError, match="not int"):
+            call(5)
 
 
 def test_a_failure_before_anything_is_written_leaves_the_old_weights(

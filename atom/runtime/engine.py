@@ -404,6 +404,8 @@ class Engine:
         info = UpdateInfo.read(update) if isinstance(update, Mapping) else None
         if info is not None:
             version, keep_cache = info.version if version is None else version, keep_cache or info.keep_cache
+        if updates.is_open and (version is not None or keep_cache):
+            raise RequestError("an update in parts is under way: finish_weight_update takes its version and keep_cache")
         with self._between_steps(on_step):
             is_whole = not updates.is_open
             with self._ending_requests():
@@ -491,12 +493,12 @@ class Engine:
     @contextmanager
     def _between_steps(self, on_step: Callable[[], object]) -> Iterator[None]:
         """Have no step run meanwhile."""
-        was_halted, self._is_halted = self._is_halted, True
+        self._is_halted = True
         try:
             self._step_while(lambda: self._pending, on_step)
             yield
         finally:
-            self._is_halted = was_halted
+            self._set_halted()
 
     def _set_halted(self) -> None:
         """Start no step if the engine is paused, sleeps or is updated; else start steps again."""

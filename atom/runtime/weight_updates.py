@@ -272,9 +272,10 @@ class WeightUpdates:
             message = ChangeWeights("apply", msgspec.msgpack.encode(names), is_whole)
             failed = self._on_all(message, lambda: self._own.apply(names, is_whole=is_whole))
         if failed and self._others is None and not self._own.has_written:
-            if is_whole:
-                self._close()
-            raise RequestError(join_reasons(failed))
+            self._close()
+            self.is_open, self._given = False, set()
+            ended = "" if is_whole else "; the update has ended, nothing has changed"
+            raise RequestError(join_reasons(failed) + ended)
         self._given |= names
         if failed:
             self._fail(failed)

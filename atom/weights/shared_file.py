@@ -27,6 +27,8 @@ def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> UpdateInfo:
     """What an update says of these tensors, but not where they are. RequestError for one that atom cannot load"""
     if wrong := next((each for each in tensors if not torch.is_tensor(each[1])), None):
         raise RequestError(f"{wrong[0]} is {type(wrong[1]).__name__}, not a tensor")
+    if empty := next((name for name, each in tensors if each.is_meta or each.layout is not torch.strided), None):
+        raise RequestError(f"tensor {empty} has no numbers here, or is sparse: gather it, or make it dense")
     names = [name for name, _ in tensors]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     shapes = [[*tensor.shape] for _, tensor in tensors]

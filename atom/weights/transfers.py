@@ -34,6 +34,7 @@ from atom.weights.arrived import DTYPE_NAMES
 Part = Sequence[tuple[str, Tensor]]
 Kept = dict[tuple[Any, ...], Tensor]  # opened IPC handles, by their arguments
 BUFFER_BYTES = 1 << 30  # of packed tensors, unless the trainer says otherwise, as in vLLM
+MAX_VERSION = 1024  # characters of a name of weights
 NUM_REBUILD_ARGS = 15  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 DEVICE_ARG = 6  # among them
 IPC_NAMES = {  # what a pickle of IPC handles may name, besides dtypes
@@ -80,6 +81,8 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         except msgspec.ValidationError as error:
             raise RequestError(f"update_info: {error}") from None
         made.ipc_handles = handles
+        if made.version is not None and len(made.version) > MAX_VERSION:
+            raise RequestError(f"update_info: version has {len(made.version)} characters, at most {MAX_VERSION}")
         counts = {len(made.names), len(made.dtype_names), len(made.shapes)}
         if made.shared_memory is not None:
             counts.add(len(made.shared_memory.offsets))
@@ -161,6 +164,8 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
             raise RequestError("init_info: NCCL needs master_address and master_port, or nccl_unique_id_b64")
         if made.uses_nccl and (made.world_size is None or not 0 < made.rank_offset < made.world_size):
             raise RequestError("init_info: NCCL needs world_size, and a rank_offset from 1 that is less")
+        if not made.timeout > 0:
+            raise RequestError(f"init_info: timeout={made.timeout} is no time to wait")
         return made
 
     @property

@@ -288,7 +288,7 @@ class Worker:
 
     def _update_weights(self, info: dict[str, Any]) -> None:
         """Update weights. While the engine is paused, the pause has said what becomes of KV."""
-        keep_cache = bool(info.setdefault("keep_cache", self.engine.is_paused))
+        keep_cache = bool(info.get("keep_cache", self.engine.is_paused and not self.engine.is_updating))
         self.engine.update_weights(info, keep_cache=keep_cache, on_step=self._go_on)
 
     def _finish_weight_update(self, version: str | None) -> None:

@@ -474,6 +474,10 @@ def test_an_update_in_parts_that_fails_half_way_is_over_and_a_whole_one_mends_it
         with pytest.raises(WeightsIncompleteError):
             engine.update_weights(new)
     engine.update_weights(new)
+    engine.add_request(PROMPTS[:1], GREEDY)
+    for _ in range(2 * GREEDY.max_tokens):
+        engine.step()
+    assert engine.is_finished(), "steps run again"
     assert_logprobs(engine, updated("llama"))
 
 

@@ -1,6 +1,7 @@
 """Key ingredients of compiled CPU code: instruction set and C libraries.
 
 oneDNN's variable ONEDNN_MAX_CPU_ISA, say AVX512_CORE_VNNI, limits our own code too: it runs as on an older CPU.
+Values that are not in LIMITS limit oneDNN's code only.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ thread, and no GPU open.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from atom.errors import CapacityError
+from atom.jobs.forked_load import end_with
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class Forks(Generic[T]):
         context = multiprocessing.get_context("fork")
         self._function, self._num_calls, self._next = function, num_calls, context.Value("q", 0)
         sys.stdout.flush()
-        self._results = list[Connection]()
+        self._results, self._parent = list[Connection](), os.getpid()
         self._processes = []
         for _ in range(num_processes):
             ours, theirs = context.Pipe(duplex=False)
@@ -69,6 +71,7 @@ class Forks(Generic[T]):
 
     def _work(self, results: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process's parent ends it
+        end_with(self._parent)
         while (number := self._take()) < self._num_calls:
             answer: tuple[int, Any, Exception | None]
             try:

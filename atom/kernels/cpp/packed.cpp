@@ -452,7 +452,7 @@ constexpr int64_t SHORT_ROWS = 512; // at a time
 constexpr int64_t BLOCK = 32;       // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
 
 /// x in 16 bits, as multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is lost, but
-/// below 2^-16 of the block's largest number.
+/// below 2^-16 of the block's largest number or 2^-115. A block that is not finite makes its row NaN.
 struct Shorts {
   std::vector<int16_t> numbers;    // groups of M rows, [inner / 2, M, 2]
   std::vector<float> scales, sums; // [rows, blocks], of the numbers of x

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -38,3 +41,16 @@ def test_processes_that_are_killed_are_not_waited_for():
 
     with pytest.raises(CapacityError, match="were killed"), Forks(end, 4, 2) as forks:
         list(forks)
+
+
+def test_processes_end_with_a_parent_that_is_killed():
+    reading, writing = os.pipe()  # whose last writer has ended once all processes have
+    script = "from atom.jobs.plan.forks import Forks; import os, signal\n" + (
+        "with Forks(lambda number: bytes(1 << 20), 4, 2) as forks:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], pass_fds=[writing])
+    os.close(writing)
+    assert parent.wait() == -signal.SIGKILL
+    ended, _, _ = select.select([reading], [], [], 60)
+    assert ended, "a process is left"
+    os.close(reading)

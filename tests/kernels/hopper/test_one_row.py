@@ -19,6 +19,7 @@ from atom.kernels.hopper import boxes, few_experts, one_row, packed_linear
 from atom.kernels.hopper.shuffle import GROUP, shuffle
 from atom.kernels.triton.linear.shuffled import PARTS, Row, Wgmma, choose_row
 from atom.kernels.triton.linear.tiles import Shape, choose
+from atom.kernels.triton.linear.tune import candidates
 from atom.kernels.triton.linear.weight_encoding import encoding_of
 
 EPS = 0.01
@@ -85,3 +86,9 @@ def test_one_row_has_its_own_tiles_where_all_of_a_weight_fits(fmt: str, out: int
         chosen = choose(Shape(rows, out, inner, gates, encoding=encoding), H200)
         is_row = expected is not None and rows == gates == 1
         assert chosen == expected if is_row else isinstance(chosen, Wgmma)
+
+
+@pytest.mark.parametrize("fmt", ["q4_k", "q6_k"])
+def test_k_quants_of_one_row_are_not_even_tried(fmt: str):
+    shape = Shape(1, 4096, 4096, encoding=encoding_of(fmt, 4096, None, True))
+    assert candidates(shape, H200) and not any(isinstance(each, Row) for each in candidates(shape, H200))

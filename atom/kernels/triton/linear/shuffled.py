@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear.weight_encoding import WeightEncoding
+from atom.kernels.triton.linear.weight_encoding import SPANS, WeightEncoding
 
 BLOCK_OUT = 64  # rows of a weight that a program takes; if gated, half of them gate projections
 BOX = 64  # bytes of a row of a weight that one copy brings
@@ -68,10 +68,12 @@ def choose(rows: int, out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) 
 
 
 def choose_row(out: int, inner: int, encoding: WeightEncoding, gpu: Gpu) -> Row | None:
-    """How one row is multiplied; None if the columns have no PARTS of whole boxes, or the weight is too large.
+    """How one row is multiplied; None if columns have no PARTS of whole boxes, or it is too large or of K-quants.
 
     All programs are on the GPU at once, so that each has its weight before it has x.
     """
+    if encoding.factor == SPANS:
+        return None
     columns = BOX * encoding.per_byte
     boxes, programs = inner // (PARTS * columns), -(-out // (EACH * gpu.units))
     if inner % (PARTS * max(columns, encoding.columns or 0)) or out % EACH or not 0 < boxes <= ROW_BOXES:

@@ -142,7 +142,7 @@ def choose(shape: Shape, gpu: Gpu) -> Parameters:
     """Choose the tiles of a GEMM of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library."""
     rows, out, inner, gates, _, encoding = shape
     if encoding.is_shuffled:
-        if rows == gates == 1 and encoding.factor != SPANS and (row := shuffled.choose_row(out, inner, encoding, gpu)):
+        if rows == gates == 1 and (row := shuffled.choose_row(out, inner, encoding, gpu)):
             return row
         by_library = encoding.act is not None and fills_library(rows, out, gpu)
         return None if by_library else shuffled.choose(rows, out, inner, encoding, gpu)

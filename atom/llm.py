@@ -467,7 +467,8 @@ def read_init(request: Any) -> Mapping[str, Any]:
     found = getattr(request, "init_info", request)
     if not isinstance(found, Mapping):
         raise RequestError(f"init_weight_transfer_engine takes init_info, not {type(request).__name__}")
-    return found.get("init_info", found)
+    info: Mapping[str, Any] = found.get("init_info", found)
+    return info
 
 
 def read_update(tensors: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]) -> Any:

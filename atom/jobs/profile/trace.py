@@ -48,7 +48,7 @@ KINDS = {
             r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|stream_gate|sinkhorn|mix_streams)$",
         ),
         "step": (  # inputs, sampling and drafts
-            "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize)$",
+            "^_(prepare|prepare_draft|extend|draw|gather|limit|score|summarize|sum_exponentials)$",
             "^_(find|draw_noise|accept|keep|repeat|finish|best_of_part|best_of_row|largest_of_part)$|gumbel_argmax",
         ),
         "collective": (

@@ -193,7 +193,9 @@ def _fits_linear(key: str, entry: Any) -> bool:
         return False
     rows, gates = map(int, match.groups())
     is_shuffled = key.endswith(" wgmma")
-    if entry[0] != "library" and (entry[0] == "wgmma") != is_shuffled:
+    if entry[0] != "library" and (entry[0] in ("wgmma", "row")) != is_shuffled:
+        return False
+    if entry[0] == "row" and (rows, gates) != (1, 1):
         return False
     return entry[0] != "vector" or (rows == 1 and entry[1] >= gates)
 

@@ -541,8 +541,9 @@ class Scheduler:
         sequence.awaits = None
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
+            if sequence.parent is None:  # less those of an admission that was taken back
+                self.stats.num_cached_tokens += num_cached - sequence.num_cached
             sequence.num_cached = num_cached
-            self.stats.num_cached_tokens += num_cached if sequence.parent is None else 0
             self.cache.note_admission(sequence, num_cached)
             self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
         self._count_hits(sequence, num_cached, num_forked)

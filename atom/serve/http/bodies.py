@@ -157,14 +157,14 @@ def body_route(context: Context) -> type[APIRoute]:
 
 
 def read_body(data: bytes, kind: str, model: type[BaseModel], limits: AdvancedConfig) -> BaseModel:
-    """Decode and check a body; none is as good as `{}` where no field has to be given.
+    """Decode and check a body.
 
     RequestValidationError or HTTPException, as FastAPI raises them, if it is no JSON of this model; RequestError
     if it has too many values.
 
     kind: its Content-Type
     """
-    value: Any = None if any(field.is_required() for field in model.model_fields.values()) else {}
+    value: Any = {} if getattr(model, "may_be_left_out", False) else None
     if data and not is_json(kind):
         raise RequestValidationError([{"type": "not_json", "loc": ("body",), "ctx": {"kind": kind}}])
     if data:

@@ -177,6 +177,7 @@ TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word | JSONList | 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    may_be_left_out: ClassVar[bool] = False  # as if it were `{}`
 
     @model_validator(mode="before")
     @classmethod
@@ -721,6 +722,8 @@ class UpdateRequest(Body):
 
 
 class FinishRequest(Body):
+    may_be_left_out: ClassVar[bool] = True
+
     weight_version: Word | None = Field(None, description="the name of the weights; else the number of updates so far")
 
 

@@ -550,6 +550,15 @@ def test_a_plan_that_could_not_be_announced_is_made_again(depth: int) -> None:
         assert not world.is_unheard and all(each.finish_reason == "max_tokens" for each in world.sequences)
 
 
+def test_what_a_plan_that_nobody_hears_finds_cached_is_counted_once() -> None:
+    world = World([FULL], run_ahead=0, block_size=1, num_blocks=21, prefix=True, max_num_seqs=2, budget=3)
+    world.is_unheard = True
+    for length in (2, 3):
+        world.add(prompt(length), max_tokens=1)
+    world.finish()
+    assert world.stats.num_prefix_hit_tokens and world.stats.num_preemptions
+
+
 def test_a_sequence_that_is_aborted_before_its_failure_is_committed_has_no_error(depth: int) -> None:
     world = World([FULL], run_ahead=depth)
     world.add(prompt(2), max_tokens=20, ignore_eos=True)
@@ -590,6 +599,8 @@ class Serving(RuleBasedStateMachine):
         loaded_bytes=st.sampled_from([1, 5, LOADED_BYTES]),
     )
     def begin(self, num_tokens: int, block_size: int, **limits: Any) -> None:
+        if any(kind.rule.entry_tokens > 1 for kind in limits["kinds"]):
+            block_size = 4  # of their strides
         self.world = World(num_blocks=1 + -(-num_tokens // block_size), block_size=block_size, **limits)
 
     @rule(

@@ -21,12 +21,12 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     assert logits.stride(1) == 1, "rows have gaps"
     totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
-        _sum_row[(len(logits),)](logits, logits.stride(0), logits.shape[1], totals, BLOCK, num_warps=8)
+        _sum_exponentials[(len(logits),)](logits, logits.stride(0), logits.shape[1], totals, BLOCK, num_warps=8)
     return totals
 
 
 @jit
-def _sum_row(logits, stride, columns, totals, BLOCK: tl.constexpr):
+def _sum_exponentials(logits, stride, columns, totals, BLOCK: tl.constexpr):
     """The largest number of a row first, then the sum of exponentials of what is below it."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

@@ -33,6 +33,7 @@ from atom.kernels import Target, find_target
 TOKENS = tiny.prompt(60)
 INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 HOPPER = Target("cuda", frozenset({"nvidia", "sm_90"}))
+GLUON = Target("cuda", frozenset({"nvidia", "sm_90", "gluon"}))
 VNNI = Target("cpu", frozenset({"int8_products"}))
 needs_int8 = pytest.mark.skipif("int8_products" not in find_target("cpu").features, reason="no int8 dot products here")
 
@@ -176,7 +177,9 @@ def write_wide(folder: Path) -> None:
         (["quant=int8"], HOPPER, {None: 8}),
         (["quant=int8", "quant.act=int8"], HOPPER, {"int8[1, *]": 8}),
         (["quant=int8", "quant.act=int8"], VNNI, {"int8[1, *]": 8}),
-        (["quant=int4"], HOPPER, {None: 8}),
+        (["quant=int4"], GLUON, {None: 8}),
+        (["quant=int4", "quant.act=fp8"], GLUON, {WHOLE: 8}),
+        (["quant=mxfp4", "quant.act=fp8", "quant.head=fp8"], GLUON, {WHOLE: 9}),
     ],
 )
 @pytest.mark.parametrize("level", [1, 2])

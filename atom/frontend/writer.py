@@ -22,7 +22,7 @@ from atom.config import ModelConfig, QuantConfig
 from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
 from atom.graph import Apply, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, State, Transpose, Type, W, ops
-from atom.graph.formats import FormatError, act_of, shrink_group
+from atom.graph.formats import FormatError, act_of, rounded_act_of, shrink_group
 from atom.graph.ops import Op
 from atom.graph.recipe_ranges import cat, padded
 from atom.graph.recipes import renamed
@@ -135,7 +135,7 @@ class Writer:
     def act_of(self, weight: Recipe, module: str) -> str | None:
         """The format of activations that a weight is multiplied with; None: they stay in x's dtype."""
         quant, fmt = self.quant, weight.type.fmt
-        own = None if fmt is None else act_of(fmt)
+        own = self._own_act(fmt)
         kind = own and own.partition("[")[0]
         if quant.requires_act and fmt is not None and kind != quant.act:
             acts = f"activations in {kind} only" if kind else "none but plain activations"
@@ -144,9 +144,14 @@ class Writer:
         taken = {"auto": ("fp8", self.model.act), "none": ()}.get(quant.act, (quant.act,))
         return own if kind in taken else None
 
+    def _own_act(self, fmt: str | None) -> str | None:
+        """The format of activations that a weight is multiplied with, if any is: rounded to fp8 only if asked for."""
+        own = None if fmt is None else act_of(fmt)
+        return rounded_act_of(fmt) if own is None and fmt is not None and self.quant.act == "fp8" else own
+
     def act_of_experts(self, *weights: Recipe) -> str | None:
         """The format of activations that experts are multiplied with, if all their weights are stored in one."""
-        acts = {None if weight.type.fmt is None else act_of(weight.type.fmt) for weight in weights}
+        acts = {self._own_act(weight.type.fmt) for weight in weights}
         act = acts.pop() if len(acts) == 1 else None
         is_taken = act is not None and act.startswith("fp8") and self.quant.act in ("auto", "fp8")
         return act if is_taken else None

@@ -24,6 +24,7 @@ BLOCK_WORDS = ("block_scales", "block_exponents", "block_mins", "block_pairs", "
 
 
 ACTS = {"fp8_e4m3": "fp8", "i8": "int8"}  # formats of activations, by the dtype of a weight's numbers
+ROUNDED = ("int4", "mxfp4")  # kinds of weights that can be rounded to fp8 by row, for activations in it
 MIN_GROUP = 32  # columns that share a scale, of what is packed while it loads
 
 
@@ -51,6 +52,15 @@ def act_of(fmt: str) -> str | None:
     known = parse_format(fmt)
     name = ACTS.get(known.parts["values"].dtype) if known.kind == "scaled" else None
     return name and f"{name}[1, {known.block[1] or '*'}]"
+
+
+def rounded_act_of(fmt: str) -> str | None:
+    """The format of activations that a weight of 4 bits is multiplied with once its numbers are rounded to 8, too.
+
+    Of MXFP4, whose numbers e4m3 has as they are, unless they are 2^14 times smaller than the largest of their row.
+    """
+    known = parse_format(fmt)
+    return "fp8[1, *]" if known.kind in ROUNDED and not known.has_order else None
 
 
 def check_act(act: str) -> None:

@@ -10,7 +10,10 @@ It runs after the choice of kernels: only kernels of one backend, with weights i
 other. Declines if another op reads the output.
 """
 
+from torch.fx import Node
+
 from atom.graph import Graph, ops
+from atom.graph.formats import rounded_act_of
 from atom.graph.graph import results_of, type_of
 from atom.kernels import find_kernel
 from atom.passes.context import PassContext
@@ -25,8 +28,15 @@ def fuse_gate_quant(graph: Graph, context: PassContext) -> Graph:
         act, backend = linear.kwargs.get("act"), gated.meta["kernel"]
         if linear.target is not ops.linear or act is None or linear.meta["kernel"] != backend:
             continue
+        if _is_rounded(gated) != _is_rounded(linear):  # to fp8 first: such weights have no layout of their own
+            continue
         attributes = {**gated.kwargs, "gives": act}
         if find_kernel(gated.target, backend).accepts(context.target, *map(type_of, gated.args), **attributes) is None:
             gated.kwargs = attributes
             graph.num_rewrites += 1
     return graph
+
+
+def _is_rounded(node: Node) -> bool:
+    fmt = type_of(node.args[node.target.weights[0]]).fmt
+    return fmt is not None and rounded_act_of(fmt) == node.kwargs.get("act")

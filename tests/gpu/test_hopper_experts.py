@@ -124,43 +124,44 @@ def test_decodes_of_some_at_once_are_as_near_to_float32_as_those_of_transformers
     assert median_error(ours, exact) <= 1.25 * median_error(half, exact)
 
 
-def in_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Activations rounded to fp8, each SPAN columns by a scale of their own."""
-    spans = x.float().unflatten(-1, (-1, SPAN))
+def in_fp8(x: torch.Tensor, span: int) -> torch.Tensor:
+    """Activations rounded to fp8, each `span` columns by a scale of their own; 0: a row by one."""
+    spans = x.float().unflatten(-1, (-1, span or x.shape[-1]))
     scales = spans.abs().amax(-1, keepdim=True) / 448
     return ((spans / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2).to(x.dtype)
 
 
-def round_inputs(model: Any) -> Any:
+def round_inputs(model: Any, span: int) -> Any:
     """transformers' model, whose packed linears and experts round what they take."""
 
     def forward(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        x, total = in_fp8(x), torch.zeros_like(x)
+        x, total = in_fp8(x, span), torch.zeros_like(x)
         for expert in range(EXPERTS):
             token, place = torch.where(ids == expert)
             gate, up = F.linear(x[token], self.gate_up_proj[expert]).chunk(2, -1)
-            y = F.linear(in_fp8(F.silu(gate) * up), self.down_proj[expert])
+            y = F.linear(in_fp8(F.silu(gate) * up, span), self.down_proj[expert])
             total.index_add_(0, token, (y * weights[token, place, None]).to(x.dtype))
         return total
 
     for name, module in model.named_modules():
         if name.endswith("_proj"):
-            module.register_forward_pre_hook(lambda _, inputs: (in_fp8(inputs[0]),))
+            module.register_forward_pre_hook(lambda _, inputs: (in_fp8(inputs[0], span),))
         elif name.endswith(".experts"):
             module.forward = MethodType(forward, module)
     return model
 
 
 @pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize(("case", "act", "span"), [("blocks", "auto", SPAN), ("MXFP4", "fp8", 0)])
 def test_activations_in_fp8_are_as_near_to_float32_as_those_that_transformers_rounds(
-    level: int, tmp_path: Path, gpu_cache: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, act: str, span: int, level: int, tmp_path: Path, gpu_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A number between two of fp8 falls to either one, so that ours are as far from these as both are from float32."""
-    stored, plain = write_experts(BLOCKS, tmp_path)
-    exact, rounded = tiny.reference(plain), round_inputs(tiny.reference(plain, torch.bfloat16))
+    stored, plain = write_experts(CASES[case], tmp_path)
+    exact, rounded = tiny.reference(plain), round_inputs(tiny.reference(plain, torch.bfloat16), span)
     prompts = [tiny.prompt(512, seed=seed) for seed in range(2)]
     taken = watch_ways(monkeypatch)
-    engine = open_on_hopper(stored, gpu_cache, level, "auto")
+    engine = open_on_hopper(stored, gpu_cache, level, act)
     try:
         forget(opened := Opened(engine, level, taken, exact, rounded))
         ours = torch.cat([logits_of(engine, prompt) for prompt in prompts])

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from atom.errors import PassError
-from atom.graph import Graph, Type, W, ops, parse, show
-from atom.graph.formats import FormatError, act_of, check_act
-from atom.graph.quantize_rows import quantize_rows, round_rows
+from atom.graph import Graph, PackedWeight, Type, W, ops, parse, show
+from atom.graph.formats import FormatError, act_of, check_act, rounded_act_of
+from atom.graph.quantize_rows import quantize_rows, round_rows, round_weight
+from atom.weights.quantize import quantize
 
 
 def rounded(x: Tensor, span: int, largest: float, whole: bool) -> Tensor:
@@ -98,3 +99,45 @@ def f(x: bf16[T, 32], n: bf16[32]):
     return y, z
 """
     assert show(parse(text)) == text
+
+
+def packed(fmt: str, plain: Tensor) -> PackedWeight:
+    return PackedWeight(Type("fp32", tuple(plain.shape), fmt), quantize(fmt, plain))
+
+
+@pytest.mark.parametrize("fmt", ["int4[1, 32]", "int4[1, 128]", "mxfp4"])
+@pytest.mark.parametrize("shape", [(5, 128), (2, 3, 128)])
+def test_weights_of_4_bits_are_rounded_to_fp8_by_powers_of_2_of_their_rows(fmt: str, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    weight = packed(fmt, torch.randn(shape) * torch.logspace(-3, 3, shape[-2]).unsqueeze(-1))
+    exact = weight.unpack().double()
+    for made, numbers in zip(
+        round_weight(weight, "fp8[1, *]").view(-1, 128).double(), exact.view(-1, 128), strict=True
+    ):
+        scales = [2.0**power for power in range(-40, 40) if numbers.abs().max() <= 448 * 2.0**power]
+        assert torch.equal(made, (numbers / scales[0]).to(torch.float8_e4m3fn).double() * scales[0])
+    if fmt == "mxfp4":
+        assert torch.equal(made, numbers), "e4m3 has all of e2m1"
+
+
+def test_a_row_fits_by_the_smallest_scale_that_448_has():
+    values = torch.full((4, 16), 0x88, dtype=torch.uint8)
+    values[:, 0] = 0x8F  # 7, of which 448 is 64 times as much
+    scales = torch.tensor([64, 64.25, 0, 2.0**-140]).unsqueeze(1)
+    weight = PackedWeight(Type("fp32", (4, 32), "int4[1, 32]"), {"values": values, "scales": scales})
+    assert weight.unpack()[:2, 0].tolist() == [448, 449.75]
+    assert round_weight(weight, "fp8[1, *]")[:, 0].tolist() == [448, 448, 0, 0]
+
+
+@pytest.mark.parametrize("fmt", ["fp8[1, *]", "int8[1, *]"])
+def test_weights_whose_numbers_are_multiplied_as_stored_are_not_rounded(fmt: str):
+    weight = packed(fmt, torch.randn(4, 64))
+    act = act_of(fmt)
+    assert rounded_act_of(fmt) is None and (act is None or torch.equal(round_weight(weight, act), weight.unpack()))
+
+
+def test_a_linear_multiplies_rounded_rows_by_the_rounded_weight():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 128), packed("int4[1, 128]", torch.randn(3, 128))
+    exact = rounded(x, 128, 448.0, whole=False) @ round_weight(weight, "fp8[1, *]").double().T
+    assert torch.allclose(ops.linear(x, weight, act="fp8[1, *]").double(), exact, rtol=1e-5, atol=1e-4)

@@ -37,6 +37,10 @@ act="fp8[1, *]", kind="silu")
     z = add(y, s)
     return z"""
 
+FOUR = GATE.replace('256, 128], fmt="fp8[1, *]"', '256, 128], fmt="mxfp4"').replace(
+    '128, 128], fmt="fp8[1, *]"', '128, 128], fmt="int4[1, 128]"'
+)
+
 GIVEN = {  # by text: the end of its first call, and what that becomes
     GATE: ('kind="silu", act="fp8[1, *]")', 'kind="silu", act="fp8[1, *]", gives="fp8[1, *]")'),
     NORM: ('kind="silu")', 'kind="silu", gives="fp8[1, 128]")'),
@@ -71,6 +75,11 @@ def test_the_text_before_becomes_the_text_after(text: str, backends: tuple[str, 
     assert fuse_gate_quant(graph, context_of(HOPPER, *backends)).num_rewrites == 1, "a second run changes nothing"
 
 
+def test_rows_for_weights_that_are_rounded_to_fp8_are_given_too():
+    graph = fused(FOUR)
+    assert text_of(graph) == text_of(selected(FOUR)).replace(*GIVEN[GATE]) and graph.num_rewrites == 1
+
+
 @pytest.mark.parametrize("text", GIVEN)
 def test_the_numbers_stay(text: str):
     def weight(recipe: Recipe) -> torch.Tensor | PackedWeight:
@@ -97,6 +106,9 @@ def test_the_numbers_stay(text: str):
             'act="fp8[1, *]")\n    r', "eps=1.0)\n    r"
         ),
         GATE.replace("fp8[1, *]", "int8[1, *]"),
+        GATE.replace(
+            '256, 128], fmt="fp8[1, *]"', '256, 128], fmt="mxfp4"'
+        ),  # whose columns have an order of their own
         GATE.replace('W("down", bf16[128, 128]', 'W("down", bf16[24, 128]'),  # which has no such layout
         GATE.replace('kind="silu", ', "").replace("gated_linear", "linear").replace("256, 128", "128, 128"),
     ],

@@ -13,7 +13,7 @@ from atom.graph.formats import check_act
 from atom.graph.noise import gumbel, hash_ids
 from atom.graph.ops.base import divide, op
 from atom.graph.packed import PackedWeight, plain
-from atom.graph.quantize_rows import round_rows
+from atom.graph.quantize_rows import round_rows, round_weight
 from atom.graph.types import Type, need
 
 
@@ -38,13 +38,13 @@ def linear_type(x: Type, weight: Type, bias: Type | None = None, *, act: str | N
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, act: str | None = None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]
 
-    act: the format that x is rounded to, see `quantize_rows`. Kernels for few rows may skip it, since it saves them
-    nothing: their result is nearer to the matmul of x itself.
+    act: the format that x is rounded to, see `quantize_rows`, and a weight of 4 bits, see `round_weight`. Kernels for
+    few rows may skip it, since it saves them nothing: their result is nearer to the matmul of x itself.
     """
     if act is None:
         return F.linear(x, plain(weight), bias)
     wide = None if bias is None else bias.float()
-    return F.linear(round_rows(x, act), plain(weight).float(), wide).to(x.dtype)
+    return F.linear(round_rows(x, act), round_weight(weight, act), wide).to(x.dtype)
 
 
 def _norm(x: Type, weight: Type, bias: Type | None = None, *, eps: float) -> Type:

@@ -25,7 +25,7 @@ from atom.graph.formats import check_act
 from atom.graph.ops.base import LOWERED, divide, multiply, op
 from atom.graph.ops.dense import ACTIVATIONS, activate, add_rms_norm, gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
-from atom.graph.quantize_rows import round_rows
+from atom.graph.quantize_rows import round_rows, round_weight
 from atom.graph.types import Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -315,5 +315,5 @@ def _multiply(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tens
     if act is None:
         return grouped_linear(x, weight, ends, bias)  # type: ignore[no-any-return]
     wide = None if bias is None else bias.float()
-    y: Tensor = grouped_linear(round_rows(x, act), plain(weight).float(), ends, wide)
+    y: Tensor = grouped_linear(round_rows(x, act), round_weight(weight, act), ends, wide)
     return y.to(x.dtype)

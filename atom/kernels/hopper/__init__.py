@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from atom.graph import KV, ops
-from atom.graph.formats import act_of, block_of, parse_format
+from atom.graph.formats import act_of, block_of, parse_format, rounded_act_of
 from atom.graph.gguf_blocks import TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
@@ -59,7 +59,8 @@ def find_features() -> frozenset[str]:
 
 def accepts_linear(target: Target, x: Type, weight: Type, *types: Type | None, **attributes: Any) -> str | None:
     """bf16 by weights that have the layout wgmma: int4 by 128 columns, mxfp4, fp8 by row or by 128, q4_k to q6_k"""
-    return refuse_layout(weight) or refuse_dtype(x) or triton.accepts_linear(target, x, weight, *types, **attributes)
+    known = triton.accepts_linear(target, x, weight, *types, **_own_acts(weight, attributes))
+    return refuse_layout(weight) or refuse_dtype(x) or known
 
 
 def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: Any) -> str | None:
@@ -69,7 +70,16 @@ def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: 
     """
     weight, biases = types[place], types[place + 1 :]
     refused = _refuse_weight(weight, _refuse_gate(weight, biases, **attributes))
-    return refused or refuse_dtype(types[0]) or triton.accepts_linear(target, *types, **attributes)
+    known = triton.accepts_linear(target, *types, **_own_acts(weight, attributes))
+    return refused or refuse_dtype(types[0]) or known
+
+
+def _own_acts(weight: Type, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a linear without activations that its weight is rounded for."""
+    act = attributes.get("act")
+    if act is None or weight.fmt is None or rounded_act_of(weight.fmt) != act:
+        return attributes
+    return {name: value for name, value in attributes.items() if name not in ("act", "gives")}
 
 
 def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
@@ -119,11 +129,12 @@ def accepts_experts(
     target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
     kind: str, limit: float | None = None, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
-    """as grouped_linear; in fp8 by rows and by 128 x 128 with activations in fp8, too"""
+    """as grouped_linear; in fp8 by rows and by 128 x 128, and of 4 bits, with activations in fp8, too"""
     refused = refuse_layout(gate_up) or refuse_layout(down)
     if act is not None:
         gate = f"{kind} gate" if limit is None else f"{kind} gate with a limit"
-        has_gate = (kind, limit is not None) in GATES and not any(each is not None for each in more[:2])
+        has_biases = any(each is not None for each in more[:2]) and act != "fp8[1, *]"
+        has_gate = (kind, limit is not None) in GATES and not has_biases
         refused = refused or _refuse_act(act, gate_up) or _refuse_act(act, down)
         refused = refused or (None if has_gate else f"has no biases and no {gate} with activations in {act}")
     elif _refuse_many(gate_up, num_parts=2) is None or _refuse_many(down) is None:
@@ -193,7 +204,8 @@ def _refuse_act(act: str, weight: Type) -> str | None:
     """Why experts' activations in this format are not multiplied by this weight; None: they are."""
     out, inner = map(int, weight.shape[-2:])
     block = None if weight.fmt is None or act_of(weight.fmt) != act else parse_format(weight.fmt).block
-    is_taken = block == (1, None) or (block == (SPAN, SPAN) and out % SPAN == inner % SPAN == 0)
+    is_rounded = weight.fmt is not None and rounded_act_of(weight.fmt) == act
+    is_taken = is_rounded or block == (1, None) or (block == (SPAN, SPAN) and out % SPAN == inner % SPAN == 0)
     return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 

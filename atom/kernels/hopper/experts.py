@@ -27,14 +27,15 @@ from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.lora import add_grouped
 from atom.kernels.triton.linear.packed import unpack
+from atom.kernels.triton.linear.quantized import as_multiplied
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows, span_of
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.weight_encoding import Weight
 
 FEW_COLUMNS = 2048  # up to which the library is slower, since storing a tile takes long compared to its GEMM
 # mean rows an expert from which the kernels of many rows are faster: by plain weights, by weights that are unpacked
-# first, by the layout wgmma, and with activations in fp8
-MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 384, 128, 64
+# first, by the layout wgmma, and with activations in fp8 by weights in it, or rounded to it
+MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS, MANY_ROUNDED_ROWS = 128, 384, 128, 64, 256
 
 
 class Experts(moe.Experts):
@@ -56,8 +57,9 @@ class Experts(moe.Experts):
                                    act=act)  # fmt: skip
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "both are in the layout wgmma"
         average = ids.numel() / gate_up.shape[0]  # rows of an expert
-        if act is not None and average >= MANY_FP8_ROWS:
-            return multiply_in_fp8(x, weights, ids, first, (gate_up, down), gate, act)
+        min_rows = MANY_FP8_ROWS if parse_format(str(gate_up.type.fmt)).bits == 8 else MANY_ROUNDED_ROWS
+        if act is not None and average >= min_rows:
+            return multiply_in_fp8(x, weights, ids, first, (gate_up, down), biases, gate, act)
         if average >= MANY_PACKED_ROWS:
             return multiply_many_packed(x, weights, ids, first, (gate_up, down), biases, gate)
         return self._multiply_by_groups(x, weights, ids, first, matrices, biases, gate)
@@ -148,14 +150,20 @@ def multiply_many_packed(
 
 def multiply_in_fp8(
     x: Tensor, weights: Tensor, ids: Tensor, first: Tensor | None, matrices: tuple[PackedWeight, PackedWeight],
-    gate: Gate, act: str,
+    biases: tuple[Tensor | None, Tensor | None], gate: Gate, act: str,
 ) -> Tensor:  # fmt: skip
-    """experts of many tokens by shuffled weights in fp8, with activations quantized to this format"""
-    gate_up, down = matrices
-    tokens = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=True)
+    """experts of many tokens by shuffled weights in fp8, or rounded to it, with activations quantized to this format"""
+    (gate_up_bias, down_bias), gate_up = biases, as_multiplied(matrices[0], act)
+    is_shuffled = _is_shuffled(gate_up)
+    tokens = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
     pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
     rows, order, ends, places = group_pairs(pairs, ids, first, gate_up.shape[0])
     plan = grouped_linear.plan_fp8(ends, len(rows), gate_up)
-    m = grouped_linear.multiply_fp8(rows.view(FP8), tokens.scales, gate_up, plan, gate, order, ids.shape[1])
-    values, scales, *_ = quantize_rows(m, span_of(act, m.shape[1]), FP8, is_shuffled=True)
-    return combine_rows(grouped_linear.multiply_fp8(values[: len(m)], scales, down, plan), weights, places)
+    m = grouped_linear.multiply_fp8(
+        rows.view(FP8), tokens.scales, gate_up, plan, gate_up_bias, gate, order, ids.shape[1]
+    )
+    del gate_up  # a temporary of all experts, if it was rounded
+    down = as_multiplied(matrices[1], act)
+    values, scales, *_ = quantize_rows(m, span_of(act, m.shape[1]), FP8, is_shuffled=is_shuffled)
+    y = grouped_linear.multiply_fp8(values[: len(m)], scales, down, plan, down_bias)
+    return combine_rows(y, weights, places)

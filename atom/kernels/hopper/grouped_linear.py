@@ -483,7 +483,7 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None
 
 
 def multiply_fp8(
-    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: Gate | None = None,
+    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = None, gate: Gate | None = None,
     order: Tensor | None = None, top_k: int = 1,
 ) -> Tensor:  # fmt: skip
     """multiply of a weight in fp8 by x fp8[P, I], in bf16: a weight in blocks of 128 x 128 with x_scales
@@ -492,8 +492,10 @@ def multiply_fp8(
     order: i64[P], the pair of token and expert of each row; then x_scales are of tokens, which have top_k pairs each
     """
     values, scales, written = weight.parts["values"].view(FP8), weight.parts["scales"], write_gate(gate)
+    tile = _tile_of(weight)
     assert gate is None or written is not None, f"the kernel has no {gate}"
-    return _launch(x, values, plan, None, x_scales, scales, order, top_k, written, _tile_of(weight))
+    assert bias is None or tile is BY_ROWS, "the kernel of blocks has no biases"
+    return _launch(x, values, plan, bias, x_scales, scales, order, top_k, written, tile)
 
 
 def _tile_of(weight: PackedWeight) -> Tile:

@@ -66,7 +66,7 @@ for fmt, spans in ("fp8[128, 128]", 4), ("fp8[1, *]", 1):
     experts = shuffle(draw(fmt, 4, 256, 512))
     for gate, own in (None, ()), (silu, (order, 8)):
         plan = grouped_hopper.plan_fp8(ends, len(x), experts)
-        grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(spans, 600).t(), experts, plan, gate, *own)
+        grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(spans, 600).t(), experts, plan, None, gate, *own)
 """
 
 
@@ -174,7 +174,7 @@ def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
     truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
     weight = poisoned(weight, torch.tensor(counts) == 0)
     for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
-        y = emulated.multiply_fp8(rows, given, weight, plan, gate, *pairs)
+        y = emulated.multiply_fp8(rows, given, weight, plan, None, gate, *pairs)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
 
 
@@ -230,7 +230,7 @@ class TestOnHopper:
         plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x), weight), round_rows(x, act)
         values, scales, *_ = quantize_rows(x, span_of(act, inner), FP8, is_shuffled=True)
         check(
-            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, gate),
+            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, None, gate),
             rounded, counts, plain, None, gate,
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ class TestOnHopper:
         values, scales, *_ = quantize_rows(tokens, span_of(act, 640), FP8, is_shuffled=True)
         rows = values[order // 2]
         check(
-            lambda: grouped_hopper.multiply_fp8(rows, scales, shuffled, plan, None, order, 2),
+            lambda: grouped_hopper.multiply_fp8(rows, scales, shuffled, plan, None, None, order, 2),
             rounded[order // 2], counts, plain, None, None,
         )  # fmt: skip
 

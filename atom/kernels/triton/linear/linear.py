@@ -32,7 +32,7 @@ from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.matrix import make_counters, multiply_matrix
 from atom.kernels.triton.linear.packed import unpack
-from atom.kernels.triton.linear.quantized import multiply_quantized
+from atom.kernels.triton.linear.quantized import as_multiplied, multiply_quantized
 from atom.kernels.triton.linear.row_kernels import (
     QuantizedRows,
     activate_gates,
@@ -179,6 +179,7 @@ def quantize_and_multiply(
     kind: str | None, act: str, gives: str | None,
 ) -> tuple[Rows, Tensor]:  # fmt: skip
     """`multiply` of rows that the library multiplies quantized to `act`; gives: the format of the result's rows"""
+    weight = as_multiplied(weight, act)
     is_shuffled, total = weight.layout is not None, a
     x: Rows = a
     if norm is not None and act.startswith("fp8"):

@@ -1,6 +1,7 @@
 """Unpack the weights of linears, in registers or whole.
 
     dense = unpack(weight, torch.bfloat16)       # [O, I]
+    weight = round_to_fp8(weight)                # a weight of 4 bits with numbers of 8
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits only, which makes them smaller by a power
@@ -12,6 +13,9 @@ Powers of 2, scales and zero points count once a sum here, which takes fewer ins
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +24,7 @@ from torch import Tensor
 from atom.graph.formats import parse_format
 from atom.graph.gguf_blocks import TYPES
 from atom.graph.packed import PackedWeight
+from atom.graph.quantize_rows import MIN_ROW
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, KQUANTS, SPANS, operand_of
@@ -261,6 +266,23 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return y
 
 
+def round_to_fp8(weight: PackedWeight) -> PackedWeight:
+    """A weight [..., O, I] of 4 bits in the layout wgmma, in fp8 with a scale by row, as `round_weight` rounds it.
+
+    Its columns are in their own order.
+    """
+    (*_, inner), gpu = weight.shape, find_gpu(weight.device)
+    values, scales, zeros, _, encoding = operand_of(weight)
+    out = math.prod(weight.shape[:-1])
+    y = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    y_scales = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
+    _round_shuffled_kernel[(-(-out // 8),)](
+        values, scales, zeros, y, y_scales, out, inner, values.numel() // out, encoding.per_byte, encoding.values,
+        encoding.rows, encoding.columns, MIN_ROW, num_warps=4, **gpu.options,
+    )  # fmt: skip
+    return PackedWeight(replace(weight.type, fmt="fp8[1, *]"), {"values": y, "scales": y_scales})
+
+
 @jit
 def _unpack_shuffled_kernel(
     values_ptr, scales_ptr, zeros_ptr, y_ptr, out, INNER: tl.constexpr, ROW_BYTES: tl.constexpr,
@@ -271,16 +293,30 @@ def _unpack_shuffled_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    row = (tl.program_id(1) * 8 + tl.arange(0, 8))[:, None].to(tl.int64)
+    weight = (values_ptr, scales_ptr, zeros_ptr)
+    y = _load_shuffled(weight, row, tl.program_id(0), out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS,
+                       SCALE_COLUMNS)  # fmt: skip
+    column = (tl.program_id(0) * 1024 + tl.arange(0, 1024))[None, :]
+    tl.store(y_ptr + row * INNER + column, y.to(y_ptr.dtype.element_ty), mask=(row < out) & (column < INNER))
+
+
+@jit
+def _load_shuffled(
+    weight, row, place, out, INNER: tl.constexpr, ROW_BYTES: tl.constexpr, PER_BYTE: tl.constexpr,
+    VALUES: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Numbers f32[8, 1024] of rows [8, 1] and the 1,024 columns of this place; past the last column they are any."""
+    values_ptr, scales_ptr, zeros_ptr = weight
     ROWS: tl.constexpr = 8
     COLUMNS: tl.constexpr = 1024
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     NUM: tl.constexpr = 1 if SCALE_COLUMNS is None else COLUMNS // SCALE_COLUMNS  # blocks of a row here
     BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     if VALUES == "e2m1":
-        numbers = _load_shuffled_e2m1(values_ptr, row, out, ROW_BYTES, ROWS, BYTES)
+        numbers = _load_shuffled_e2m1(values_ptr, row, place, out, ROW_BYTES, ROWS, BYTES)
     else:
-        byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
+        byte = (place * BYTES + tl.arange(0, BYTES))[None, :]
         tile = tl.load(values_ptr + row * ROW_BYTES + byte, mask=(row < out) & (byte < ROW_BYTES), other=0)
         UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
         if PER_BYTE == 1:  # the inverse of the layout wgmma's order
@@ -291,7 +327,7 @@ def _unpack_shuffled_kernel(
             high = unpack_half(tile, True, tl.float32, VALUES, False) * UP
             numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
     numbers = numbers.reshape([ROWS, NUM, COLUMNS // NUM])
-    block = (0 if SCALE_COLUMNS is None else tl.program_id(0) * NUM) + tl.arange(0, NUM)[None, :]
+    block = (0 if SCALE_COLUMNS is None else place * NUM) + tl.arange(0, NUM)[None, :]
     mask = (row < out) & (block < BLOCKS)
     index = row // SCALE_ROWS * BLOCKS + block
     if VALUES == "e2m1":  # words of four blocks, of 8 rows next to each other
@@ -299,9 +335,35 @@ def _unpack_shuffled_kernel(
     if zeros_ptr is not None:
         numbers -= tl.expand_dims(load_zeros(zeros_ptr + index, mask, VALUES), 2)
     numbers *= tl.expand_dims(load_scales(scales_ptr + index, mask, None), 2)
-    y = numbers.reshape([ROWS, COLUMNS]).to(y_ptr.dtype.element_ty)
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
+    return numbers.reshape([ROWS, COLUMNS])
+
+
+@jit
+def _round_shuffled_kernel(
+    values_ptr, scales_ptr, zeros_ptr, y_ptr, y_scales_ptr, out, INNER: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PER_BYTE: tl.constexpr, VALUES: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    MIN_ROW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """8 rows, rounded to fp8 by scales that are powers of 2: read twice, the second time from a cache."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = (tl.program_id(0) * 8 + tl.arange(0, 8))[:, None].to(tl.int64)
+    weight = (values_ptr, scales_ptr, zeros_ptr)
+    largest = tl.full([8], MIN_ROW, tl.float32)
+    for place in range(tl.cdiv(INNER, 1024)):
+        y = _load_shuffled(weight, row, place, out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS, SCALE_COLUMNS)
+        column = (place * 1024 + tl.arange(0, 1024))[None, :]
+        largest = tl.maximum(largest, tl.max(tl.where(column < INNER, tl.abs(y), 0.0), 1))
+    # of the smallest power of 2 by which the largest fits into 448 = 1.75 * 2^8
+    exponent = (largest.to(tl.int32, bitcast=True) + 0x1FFFFF >> 23) - 8
+    tl.store(y_scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True)[:, None], mask=row < out)
+    inverse = (254 - exponent << 23).to(tl.float32, bitcast=True)[:, None]
+    for place in range(tl.cdiv(INNER, 1024)):
+        y = _load_shuffled(weight, row, place, out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS, SCALE_COLUMNS)
+        column = (place * 1024 + tl.arange(0, 1024))[None, :]
+        rounded = (y * inverse).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * INNER + column, rounded, mask=(row < out) & (column < INNER))
 
 
 @jit
@@ -339,9 +401,10 @@ def _unpack_kquants_kernel(
 
 
 @jit
-def _load_shuffled_e2m1(values_ptr, row, out, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+def _load_shuffled_e2m1(values_ptr, row, place, out, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr,
+                        BYTES: tl.constexpr):  # fmt: skip
     """Numbers f32[ROWS, groups, 4, 2, 2, 4, 2] in the order of the columns. row: [ROWS, 1]"""
-    word = (tl.program_id(0) * BYTES // 4 + tl.arange(0, BYTES // 4))[None, :]
+    word = (place * BYTES // 4 + tl.arange(0, BYTES // 4))[None, :]
     words = values_ptr.to(tl.pointer_type(tl.uint32)) + row * (ROW_BYTES // 4) + word
     bits = tl.load(words, mask=(row < out) & (word < ROW_BYTES // 4), other=0)
     first, second = _float_pairs(bits << 6), _float_pairs(bits << 2)

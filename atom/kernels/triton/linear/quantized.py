@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.dtypes import DTYPES
-from atom.graph.formats import parse_format
+from atom.graph.formats import parse_format, rounded_act_of
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.linear.packed import round_to_fp8
 from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
@@ -28,12 +29,18 @@ def multiply_quantized(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Te
     """
     if isinstance(x, Tensor) and act.startswith("int8"):
         return _multiply_int8(x, weight, bias)
+    weight = as_multiplied(weight, act)
     is_shuffled = weight.layout is not None
     if isinstance(x, Tensor):
         x = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
     assert x.is_shuffled == is_shuffled, "the columns of x and of the weight are in other orders"
     y = _multiply_fp8(x, weight)
     return y if bias is None else y.add_(bias)
+
+
+def as_multiplied(weight: PackedWeight, act: str) -> PackedWeight:
+    """The weight whose numbers the library multiplies: of 4 bits they are rounded to fp8, into a temporary."""
+    return round_to_fp8(weight) if rounded_act_of(str(weight.type.fmt)) == act else weight
 
 
 def _multiply_fp8(x: QuantizedRows, weight: PackedWeight) -> Tensor:

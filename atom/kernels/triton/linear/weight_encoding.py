@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atom.graph.formats import parse_format
+from atom.graph.formats import parse_format, rounded_act_of
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.packed import PackedWeight
 
@@ -108,6 +108,6 @@ def encoding_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: 
     rows, columns = known.block
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
-    by = None if act is None else act.partition("[")[0]
+    by = None if act is None or rounded_act_of(fmt) == act else act.partition("[")[0]
     offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
     return WeightEncoding(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)

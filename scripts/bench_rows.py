@@ -111,6 +111,14 @@ def invariant(of: str) -> dict[str, Row]:
     }
 
 
+def in_fp8(of: str, target: float, prompt_target: float) -> dict[str, Row]:
+    """The rows of 128 requests and of prompts of a model in 4 bits, whose prompts are multiplied in fp8."""
+    row = ROWS[f"{of}-128"]
+    title, setup = f"{row.title}, prompts in fp8", (*row.setup, "quant.act=fp8")
+    made = row._replace(title=title, setup=setup, target=target)
+    return {f"{of}-act-128": made, f"{of}-act-prefill": prefill(title, row.model, prompt_target, setup)}
+
+
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
     return {f"{name}-{row.num_prompts}": row for row in rows}
 
@@ -148,6 +156,8 @@ ROWS |= {
     **named("8b-drafts", multiples("n-gram drafts, 2.5 tokens a step", "8b", SPEED_UPS, DRAFTS)),
     **named("8b-eagle3", multiples("EAGLE-3 drafts, 2.5 tokens a step", "8b", SPEED_UPS, EAGLE3)),
     **named("8b-eagle3-table", multiples("EAGLE-3 drafts, as measured times allow", "8b", SPEED_UPS, TABLE)),
+    **in_fp8("8b-int4", 8000, 60000),
+    **in_fp8("gpt-oss-20b", 13000, 110_000),
     **invariant("8b"),
     **invariant("30b-a3b-fp8"),
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),

@@ -437,12 +437,13 @@ def _multiply(
     op: Any, types: tuple[Any, ...], given: dict[str, Any], fmt: str | None, arch: str, tiles: ChosenTiles
 ) -> None:
     from atom.errors import AtomError
-    from atom.graph.formats import act_of
+    from atom.graph.formats import act_of, rounded_act_of
     from atom.kernels import find_kernel
     from atom.kernels.backend import LoadContext
     from atom.kernels.triton.linear.linear import Linears
 
-    for backend, act in itertools.product(("hopper", "triton"), {None} if fmt is None else {None, act_of(fmt)}):
+    acts = {None} if fmt is None else {None, act_of(fmt), rounded_act_of(fmt)}
+    for backend, act in itertools.product(("hopper", "triton"), acts):
         kernel, attributes = find_kernel(op, backend), given if act is None else given | {"act": act}
         try:
             if kernel.accepts(target_features(arch), *types, **attributes) is not None:

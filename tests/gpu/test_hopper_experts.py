@@ -31,7 +31,7 @@ from test_quantized import LAYOUTS, WIDE_MOE, Layout, fp8, packed, write
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")]
 
 SIZES = {**WIDE_MOE, "hidden_size": 384, "moe_intermediate_size": 256, "num_experts": 4, "head_dim": 64,
-         "max_position_embeddings": 1024}  # fmt: skip
+         "max_position_embeddings": 2048}  # fmt: skip
 EXPERTS, SPAN = SIZES["num_experts"], 128
 BLOCKS = Layout({**LAYOUTS["deepseek"].config, "weight_block_size": [SPAN, SPAN]}, fp8((SPAN, SPAN), "_scale_inv"))
 CASES = {
@@ -152,14 +152,21 @@ def round_inputs(model: Any, span: int) -> Any:
 
 
 @pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize(("case", "act", "span"), [("blocks", "auto", SPAN), ("MXFP4", "fp8", 0)])
+@pytest.mark.parametrize(("case", "act", "span", "length"), [("blocks", "auto", SPAN, 512), ("MXFP4", "fp8", 0, 1024)])
 def test_activations_in_fp8_are_as_near_to_float32_as_those_that_transformers_rounds(
-    case: str, act: str, span: int, level: int, tmp_path: Path, gpu_cache: Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    act: str,
+    span: int,
+    length: int,
+    level: int,
+    tmp_path: Path,
+    gpu_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """A number between two of fp8 falls to either one, so that ours are as far from these as both are from float32."""
     stored, plain = write_experts(CASES[case], tmp_path)
     exact, rounded = tiny.reference(plain), round_inputs(tiny.reference(plain, torch.bfloat16), span)
-    prompts = [tiny.prompt(512, seed=seed) for seed in range(2)]
+    prompts = [tiny.prompt(length, seed=seed) for seed in range(2)]
     taken = watch_ways(monkeypatch)
     engine = open_on_hopper(stored, gpu_cache, level, act)
     try:

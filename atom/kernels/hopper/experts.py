@@ -35,7 +35,7 @@ from atom.kernels.triton.linear.weight_encoding import Weight
 FEW_COLUMNS = 2048  # up to which the library is slower, since storing a tile takes long compared to its GEMM
 # mean rows an expert from which the kernels of many rows are faster: by plain weights, by weights that are unpacked
 # first, by the layout wgmma, and with activations in fp8 by weights in it, or rounded to it
-MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS, MANY_ROUNDED_ROWS = 128, 384, 128, 64, 256
+MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS, MANY_ROUNDED_ROWS = 128, 384, 128, 64, 512
 
 
 class Experts(moe.Experts):

@@ -26,7 +26,7 @@ from atom.graph.gguf_blocks import TYPES
 from atom.graph.packed import PackedWeight
 from atom.graph.quantize_rows import MIN_ROW
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, KQUANTS, SPANS, operand_of
 
 SPAN = tl.constexpr(FACTOR_SPAN)
@@ -269,16 +269,19 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def round_to_fp8(weight: PackedWeight) -> PackedWeight:
     """A weight [..., O, I] of 4 bits in the layout wgmma, in fp8 with a scale by row, as `round_weight` rounds it.
 
-    Its columns are in their own order.
+    A row's scale is by the largest number that its blocks may have, and so larger at times: numbers 2^-10 times as
+    large as the row's largest may lose bits for that. Columns are in their own order.
     """
     (*_, inner), gpu = weight.shape, find_gpu(weight.device)
     values, scales, zeros, _, encoding = operand_of(weight)
     out = math.prod(weight.shape[:-1])
     y = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     y_scales = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
-    _round_shuffled_kernel[(-(-out // 8),)](
+    assert encoding.columns is not None, "4 bits have blocks"
+    _round_shuffled_kernel[(-(-inner // 1024), -(-out // 8))](
         values, scales, zeros, y, y_scales, out, inner, values.numel() // out, encoding.per_byte, encoding.values,
-        encoding.rows, encoding.columns, MIN_ROW, num_warps=4, **gpu.options,
+        encoding.rows, encoding.columns, next_power_of_2(-(-inner // encoding.columns)), MIN_ROW, num_warps=4,
+        **gpu.options,
     )  # fmt: skip
     return PackedWeight(replace(weight.type, fmt="fp8[1, *]"), {"values": y, "scales": y_scales})
 
@@ -342,28 +345,31 @@ def _load_shuffled(
 def _round_shuffled_kernel(
     values_ptr, scales_ptr, zeros_ptr, y_ptr, y_scales_ptr, out, INNER: tl.constexpr, ROW_BYTES: tl.constexpr,
     PER_BYTE: tl.constexpr, VALUES: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    MIN_ROW: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, MIN_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """8 rows, rounded to fp8 by scales that are powers of 2: read twice, the second time from a cache."""
+    """8 rows by 1,024 columns, rounded to fp8 with scales that are powers of 2. BLOCK_S: at least a row's blocks"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = (tl.program_id(0) * 8 + tl.arange(0, 8))[:, None].to(tl.int64)
-    weight = (values_ptr, scales_ptr, zeros_ptr)
-    largest = tl.full([8], MIN_ROW, tl.float32)
-    for place in range(tl.cdiv(INNER, 1024)):
-        y = _load_shuffled(weight, row, place, out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS, SCALE_COLUMNS)
-        column = (place * 1024 + tl.arange(0, 1024))[None, :]
-        largest = tl.maximum(largest, tl.max(tl.where(column < INNER, tl.abs(y), 0.0), 1))
-    # of the smallest power of 2 by which the largest fits into 448 = 1.75 * 2^8
+    row = (tl.program_id(1) * 8 + tl.arange(0, 8))[:, None].to(tl.int64)
+    BLOCKS: tl.constexpr = triton.cdiv(INNER, SCALE_COLUMNS)
+    block = tl.arange(0, BLOCK_S)[None, :]
+    index = row * BLOCKS + block
+    if VALUES == "e2m1":
+        index = ((row // 8 * triton.cdiv(BLOCKS, 4) + block // 4) * 8 + row % 8) * 4 + block % 4
+    # the largest number that a row may have: 448 is 1.75 * 2^8
+    LARGEST: tl.constexpr = 6 if VALUES == "e2m1" else 8 if zeros_ptr is None else 15
+    scales = tl.abs(load_scales(scales_ptr + index, (row < out) & (block < BLOCKS), None))
+    largest = tl.maximum(tl.max(scales, 1, keep_dims=True) * LARGEST, MIN_ROW)
     exponent = (largest.to(tl.int32, bitcast=True) + 0x1FFFFF >> 23) - 8
-    tl.store(y_scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True)[:, None], mask=row < out)
-    inverse = (254 - exponent << 23).to(tl.float32, bitcast=True)[:, None]
-    for place in range(tl.cdiv(INNER, 1024)):
-        y = _load_shuffled(weight, row, place, out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS, SCALE_COLUMNS)
-        column = (place * 1024 + tl.arange(0, 1024))[None, :]
-        rounded = (y * inverse).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * INNER + column, rounded, mask=(row < out) & (column < INNER))
+    if tl.program_id(0) == 0:
+        tl.store(y_scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True), mask=row < out)
+    weight = (values_ptr, scales_ptr, zeros_ptr)
+    y = _load_shuffled(weight, row, tl.program_id(0), out, INNER, ROW_BYTES, PER_BYTE, VALUES, SCALE_ROWS,
+                       SCALE_COLUMNS)  # fmt: skip
+    y *= (254 - exponent << 23).to(tl.float32, bitcast=True)
+    column = (tl.program_id(0) * 1024 + tl.arange(0, 1024))[None, :]
+    tl.store(y_ptr + row * INNER + column, y.to(y_ptr.dtype.element_ty), mask=(row < out) & (column < INNER))
 
 
 @jit

@@ -61,7 +61,7 @@ def write_experts(layout: Layout, folder: Path) -> tuple[Path, Path]:
 
 def open_on_hopper(folder: Path, cache: Path, level: int, act: str) -> LLMEngine:
     """An engine in bf16, whose experts are hopper's."""
-    fields = {**FIELDS, "cudagraph_capture_sizes": [1, 2, 3, 4], "quant.act": act}
+    fields = {**FIELDS, "max_num_batched_tokens": 1024, "cudagraph_capture_sizes": [1, 2, 3, 4], "quant.act": act}
     engine = LLMEngine(model=str(folder), **{**fields, "cache": str(cache), "dtype": "bf16", "level": level})
     experts = list(engine._engine.runner.model.graph.find(ops.experts))  # type: ignore[attr-defined]
     assert [node.meta["kernel"] for node in experts] == ["hopper"] * tiny.SIZES["num_hidden_layers"]

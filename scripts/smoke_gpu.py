@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths only; the longest first
-    "fp8-block-experts", "chosen-tokens", "batch-invariant", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros",
+    "fp8-block-experts", "chosen-tokens", "batch-invariant", "mxfp4-experts",
+    "mxfp4-in-fp8", "int4-in-fp8", "latents", "mtp", "fp8", "int4-zeros",
     "lora", "images", "whole-images", "class-tokens", "latent-sinks", "mean-runs",
     "attention-residuals", "latent-windows", "pooled-runs", "chosen-blocks", "fp8-kv", "dense",
     "windows", "shared-kv", "delta-rule", "mamba-2", "selective-scan", "lightning", "short-convolution",

@@ -366,6 +366,27 @@ def mxfp4_experts(session: Session) -> str:
     return session.compare(Check(folder, (600,), runs=runs, bounds=ROUTED))
 
 
+def int4_in_fp8(session: Session) -> str:
+    """int4 with zero points, rounded to fp8 for prompts."""
+    quantized = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+                 "modules_to_not_convert": None}  # fmt: skip
+    folder = session.write(qwen3(hidden_size=1024, intermediate_size=2048, quantization_config=quantized))
+    return session.compare(Check(folder, (600,), **_in_fp8(session), runs=("scaled GEMM",)))
+
+
+def mxfp4_in_fp8(session: Session) -> str:
+    """Experts in MXFP4 with biases, rounded to fp8 for prompts."""
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    folder = session.write(gpt_oss(num_local_experts=4, quantization_config=quantized))
+    return session.compare(Check(folder, (1100,), **_in_fp8(session), runs=("fp8 experts",), bounds=FP8_EXPERTS))
+
+
+def _in_fp8(session: Session) -> dict[str, Any]:
+    act = {"quant.act": "fp8"}
+    return {"own": {} if session.device == "cpu" else act, "rounding": act}  # a CPU has no such kernels
+
+
 def latents(session: Session) -> str:
     runs = ("expanded latents", "few experts")
     return session.compare(Check(session.write(deepseek_v3()), (600,), runs=runs, bounds=ROUTED))
@@ -669,6 +690,8 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "batch-invariant": batch_invariant,
     "int4-zeros": int4_zeros,
     "mxfp4-experts": mxfp4_experts,
+    "int4-in-fp8": int4_in_fp8,
+    "mxfp4-in-fp8": mxfp4_in_fp8,
     "latents": latents,
     "chosen-tokens": chosen_tokens,
     "chosen-blocks": chosen_blocks,

@@ -42,7 +42,7 @@ def group_pairs(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> t
     if pairs <= SEARCHED:
         _group_kernel[(pairs + experts,)](
             x, ids, first, rows, order, ends, places, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=width,
-            BLOCK_P=256, BLOCK_W=1024, **gpu.options,
+            BLOCK_P=256 if pairs <= 256 else 1024, BLOCK_W=next_power_of_2(width), **gpu.options,
         )  # fmt: skip
         return rows, order, ends, places
     blocks = -(-pairs // COUNTED)
@@ -94,6 +94,9 @@ def _group_kernel(x, ids, base, rows, order, ends, places, pairs, x_stride, EXPE
     """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_W)
+    is_column = (columns < WIDTH) & (pair < pairs)
+    row = tl.load(x + (pair // TOP_K).to(tl.int64) * x_stride + columns, mask=is_column)  # not after the count
     expert = _own_expert(tl.load(ids + pair), base, EXPERTS) if pair < pairs else (pair - pairs).to(tl.int64)
     earlier = tl.zeros([BLOCK_P], tl.int64)
     for first in range(0, pairs, BLOCK_P):
@@ -110,12 +113,7 @@ def _group_kernel(x, ids, base, rows, order, ends, places, pairs, x_stride, EXPE
     else:
         tl.store(order + position, pair.to(tl.int64))
         tl.store(places + pair, position)
-        source = x + (pair // TOP_K).to(tl.int64) * x_stride
-        target = rows + position * WIDTH
-        for first in range(0, WIDTH, BLOCK_W):
-            columns = first + tl.arange(0, BLOCK_W)
-            values = tl.load(source + columns, mask=columns < WIDTH)
-            tl.store(target + columns, values, mask=columns < WIDTH)
+        tl.store(rows + position * WIDTH + columns, row, mask=is_column)
 
 
 @jit(do_not_specialize=["pairs", "blocks"])

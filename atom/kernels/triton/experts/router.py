@@ -29,6 +29,7 @@ MAX_COUNTED = 256  # experts that each count the better ones, which takes less t
 COUNTED_TOKENS = 128  # up to which they do; a power of two, as kernels are compiled ahead for those
 SMALL_TOKENS = 256  # up to which tiles of logits are the smallest
 SMALL_TILE = 16, 32  # tokens and experts
+AHEAD_COLUMNS = 512  # up to which a program of such a tile loads its part of the weight before its wait
 WIDE, WIDE_STAGES = 128, 4  # experts of the largest tile of logits, and its stages of columns
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
@@ -146,9 +147,11 @@ def _multiply(x: Tensor, weight: Tensor, experts: int, is_fixed: bool = False) -
     # few values, since each is one more compilation; several of the smallest tiles share a multiprocessor
     num_parts = 4 if is_fixed else 16 if wanted >= 16 else 4 if wanted >= 4 or tokens <= SMALL_TOKENS else 1
     logits = x.new_empty(num_parts, tokens, _stride(rows), dtype=torch.float32)
+    part = 64 * -(-inner // (64 * num_parts))
+    is_ahead = (block_t, block_e) == SMALL_TILE and element_size == 2 and part <= AHEAD_COLUMNS
     _logits_kernel[(*tiles, num_parts)](
-        x, weight, logits, tokens, x.stride(0), ROWS=rows, STRIDE=_stride(rows), INNER=inner,
-        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=64,
+        x, weight, logits, tokens, x.stride(0), ROWS=rows, STRIDE=_stride(rows), INNER=inner, PART=part,
+        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=next_power_of_2(part) if is_ahead else 64, AHEAD=is_ahead,
         **({"num_stages": WIDE_STAGES} if block_e == WIDE else {}), **gpu.options,
     )  # fmt: skip
     return logits
@@ -202,22 +205,33 @@ def _warps_of(constants: dict[str, Any]) -> int:
 @jit(do_not_specialize=["tokens"])
 def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRIDE: tl.constexpr, INNER: tl.constexpr,
                    PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
-    """x weight over one part of the columns: logits fp32[parts, T, STRIDE], to be summed, of which ROWS are used"""
-    wait_for_inputs(PDL)
+                   AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """x weight over one part of the columns: logits fp32[parts, T, STRIDE], to be summed, of which ROWS are used.
+
+    With AHEAD all of a part's columns are loaded at once, the weight's before the preceding kernel has ended.
+    """
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     x_rows = x + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * x_stride
     weight_rows = weight + tl.minimum(experts, ROWS - 1)[:, None] * INNER
     total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for first in range(part * PART, min((part + 1) * PART, INNER), BLOCK_I):
-        columns = first + tl.arange(0, BLOCK_I)[None, :]
-        a = tl.load(x_rows + columns, mask=columns < INNER, other=0.0)
-        b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
-        if a.dtype != b.dtype:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
+    end = min((part + 1) * PART, INNER)
+    if AHEAD:
+        columns = part * PART + tl.arange(0, BLOCK_I)[None, :]
+        b = tl.load(weight_rows + columns, mask=columns < end, other=0.0)
+        wait_for_inputs(PDL)
+        a = tl.load(x_rows + columns, mask=columns < end, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    else:
+        wait_for_inputs(PDL)
+        for first in range(part * PART, end, BLOCK_I):
+            columns = first + tl.arange(0, BLOCK_I)[None, :]
+            a = tl.load(x_rows + columns, mask=columns < INNER, other=0.0)
+            b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
+            if a.dtype != b.dtype:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
     offsets = (part * tokens + rows).to(tl.int64)[:, None] * STRIDE + experts[None, :]
     tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < STRIDE)[None, :])
 

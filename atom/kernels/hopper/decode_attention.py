@@ -5,12 +5,12 @@ It computes what triton/attention/decode.py does, and cuts sequences up in the s
     args = q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
     decode(*args, newest, query_len, memory_of)
 
-Keys and values come by TMA, some tiles ahead and, but for the newest, while the preceding kernel still runs. A tile's
-keys are the left operand of one MMA and its values, transposed, that of the other, so that a tile of few queries wastes
-nothing. The tensor cores take both from shared memory; where entries are in fp8, from registers, where they become
-bf16, and a copy brings both. Which column is which is free in a sum over columns, and which row in what is stored in
-the end: so a thread takes neighbouring bytes, of keys those of its columns, and of values those of its rows at each of
-its positions.
+A warp of its own loads keys and values by TMA, some tiles ahead and, but for the newest, while the preceding kernel
+still runs; four others attend. A tile's keys are the left operand of one MMA and its values, transposed, that of the
+other, so that a tile of few queries wastes nothing. The tensor cores take both from shared memory; where entries are in
+fp8, of which a copy brings both, from registers, where they become fp16. So do queries, each row of them scaled by a
+power of 2. Which column is which is free in a sum over columns, and which row in what is stored in the end: a thread
+takes neighbouring bytes, of keys those of its columns, and of values those of its rows at each of its positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.attention.common import (
     LOG2E,
@@ -70,37 +70,32 @@ PARTS_BY = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # to clear values by
 SEQUENCES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
-# of 4 neighbours in two rows, as bf16: a pair of rows for each
+# of 4 neighbours, as fp16
+KEYS_ASM = gl.constexpr("""{
+.reg .b16 a, b;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+# of 4 neighbours in two rows, as fp16: a pair of rows for each
 VALUES_ASM = gl.constexpr("""{
-.reg .b32 a, b, c, d, e, f, g, h, t;
-prmt.b32 a, $4, $5, 0x4000;
-prmt.b32 b, $4, $5, 0x5010;
-prmt.b32 c, $4, $5, 0x6020;
-prmt.b32 d, $4, $5, 0x7030;
-and.b32 e, a, 0x7f007f00;
-and.b32 f, b, 0x7f007f00;
-and.b32 g, c, 0x7f007f00;
-and.b32 h, d, 0x7f007f00;
-shr.u32 e, e, 4;
-shr.u32 f, f, 4;
-shr.u32 g, g, 4;
-shr.u32 h, h, 4;
-lop3.b32 e, a, 0x80008000, e, 0xEA;
-lop3.b32 f, b, 0x80008000, f, 0xEA;
-lop3.b32 g, c, 0x80008000, g, 0xEA;
-lop3.b32 h, d, 0x80008000, h, 0xEA;
-mov.b32 t, 0x7b807b80;
-mul.rn.bf16x2 $0, e, t;
-mul.rn.bf16x2 $1, f, t;
-mul.rn.bf16x2 $2, g, t;
-mul.rn.bf16x2 $3, h, t;
+.reg .b32 s, t;
+.reg .b16 a, b, c, d;
+prmt.b32 s, $4, $5, 0x5140;
+prmt.b32 t, $4, $5, 0x7362;
+mov.b32 {a, b}, s;
+mov.b32 {c, d}, t;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+cvt.rn.f16x2.e4m3x2 $2, c;
+cvt.rn.f16x2.e4m3x2 $3, d;
 }""")
 
 
 @jit
 def _find_column(place, IS_FP8: gl.constexpr):
     """The column of keys and queries at a place of the sum over columns."""
-    return place // 2 % 4 * 32 + place // 16 * 4 + place % 2 * 2 + place // 8 % 2 if IS_FP8 else place
+    return place // 2 % 4 * 32 + place // 16 * 4 + place // 8 % 2 * 2 + place % 2 if IS_FP8 else place
 
 
 @jit
@@ -113,7 +108,7 @@ def _find_dim(row, IS_FP8: gl.constexpr):
 def _unpack_keys(tile, LEFT: gl.constexpr):
     """Bytes of KEYS -> [positions, places], as `_find_column` has them"""
     tile = tile.reshape([POSITIONS, 128])
-    numbers = gl.inline_asm_elementwise(EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
+    numbers = gl.inline_asm_elementwise(KEYS_ASM, "=r,=r,r", [tile], dtype=gl.float16, is_pure=True, pack=4)
     numbers = numbers.reshape([POSITIONS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([POSITIONS, 128])
     return gl.convert_layout(numbers, LEFT)
 
@@ -122,10 +117,22 @@ def _unpack_keys(tile, LEFT: gl.constexpr):
 def _unpack_values(tile, LEFT: gl.constexpr):
     """Bytes of VALUES -> [rows, positions], as `_find_dim` has them"""
     tile = tile.reshape([POSITIONS, 128])
-    numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=8)
+    numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.float16, is_pure=True, pack=8)
     # a thread's numbers lie by position, then by column; they are called the other way round
     numbers = numbers.reshape([POSITIONS // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5)).reshape([128, POSITIONS])
     return gl.convert_layout(numbers, LEFT)
+
+
+@jit
+def _scale_queries(queries):
+    """queries [BLOCK_M, places] in fp16, each row times the power of 2 by which its largest number has an exponent of
+    14, so that all of bf16 fits; and the inverse powers."""
+    wide = queries.to(gl.float32)
+    exponent = gl.max(gl.abs(wide), 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 15), 254)  # both powers are normal numbers
+    power = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+    return (wide * power[:, None]).to(gl.float16), inverse
 
 
 @jit
@@ -149,15 +156,24 @@ def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.const
 
 
 @jit
-def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+def _load_blocks(blocks, position, stop, BLOCK_SIZE: gl.constexpr):
+    """The block of each piece of a tile."""
+    found = ()
+    for piece in gl.static_range(PIECES):
+        at = position + piece * PIECE
+        found += (gl.load(blocks + at // BLOCK_SIZE, mask=at < stop, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@jit
+def _send(pieces, found, position, stop, head, slot, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
           DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Fetch the keys and values of a tile."""
-    keys, values, ready = memory
+    """Fetch the keys and values of a tile, of whose pieces these are the blocks."""
+    keys, values, ready, _ = memory
     rows = ()
     for piece in gl.static_range(PIECES):
         at = position + piece * PIECE
-        block = gl.load(blocks + at // BLOCK_SIZE, mask=at < stop, other=0)
-        row = gl.where(at < stop, block * BLOCK_SIZE + at % BLOCK_SIZE, -PIECE)  # there it is all zeros
+        row = gl.where(at < stop, found[piece] * BLOCK_SIZE + at % BLOCK_SIZE, -PIECE)  # there it is all zeros
         rows += (row,)  # type: ignore[assignment]
     bar = ready.index(slot)
     mbarrier.expect(bar, 2 * POSITIONS * DIM * (128 // COLUMNS))
@@ -173,25 +189,33 @@ def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.con
 
 
 @jit
-def _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, MAY_WAIT: gl.constexpr,
-               NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-               HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Fetch the keys and values of the next tile; the cursor of the tile after it.
-
-    cursor: the next tile, the sequence of the last one fetched, the tiles before that sequence, and its `_find_span`
-    MAY_WAIT: for the preceding kernel, which writes the newest keys and values, where the tile has them.
-    """
-    tile, sequence, before, stop, start, after = cursor
-    if tile >= after:
-        sequence += 1
-        before = after
+def _produce(given, run, memory, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr,
+             BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """Fetch the keys and values of a run of tiles, each once its memory is free."""
+    pieces, table, lengths, table_stride = given
+    tile, end, sequence, before, _, head, _ = run
+    free = memory[3]
+    if tile < end:
         stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
-    position = start + (tile - before) * POSITIONS
-    if MAY_WAIT & (position + POSITIONS > stop - QUERIES):
-        tl.extra.cuda.gdc_wait()
-    blocks = table + sequence.to(gl.int64) * table_stride
-    _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
-    return tile + 1, sequence, before, stop, start, after
+        blocks = table + sequence.to(gl.int64) * table_stride
+        found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE)
+        step = 0
+        while tile < end:
+            slot, position = step % STAGES, start + (tile - before) * POSITIONS
+            mbarrier.wait(free.index(slot), step // STAGES & 1 ^ 1)
+            if (NEWEST == 0) & (position + POSITIONS > stop - QUERIES):
+                tl.extra.cuda.gdc_wait()  # for the preceding kernel, which writes the newest keys and values
+            _send(pieces, found, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
+            step += 1
+            tile += 1
+            if (tile >= after) & (tile < end):
+                sequence += 1
+                before = after
+                stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+            # a tile ahead, since a load takes long
+            blocks = table + sequence.to(gl.int64) * table_stride
+            found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE)
 
 
 @jit
@@ -293,64 +317,29 @@ def _attend_newest(
     return gl.convert_layout(scores, gl.SliceLayout(0, TILE)), value.to(gl.float32)
 
 
-@jit(
-    do_not_specialize=["num_decodes", "table_stride"],
-    do_not_specialize_on_alignment=["table", "lengths", "slots"],
-)
-def _decode(
-    q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
-    tickets, num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
-    HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
-    BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As the kernel of triton/attention/decode.py: one program, a run of tiles of the kv head program_id(0)."""
+@jit
+def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVED: gl.constexpr, HALF: gl.constexpr,
+             SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
+             GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
+             BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Attend to a run of tiles; queries and weights: memory for operands."""
+    (q, k, v, cos, sin, q_norm, k_norm, slots, cache, lengths, sinks, k_scale, v_scale, out, sums, stats, tickets,
+     q_stride, k_stride, v_stride) = given  # fmt: skip
+    tile, end, sequence, before, share, head, program = run
+    keys, values, ready, free = memory
     ROWS: gl.constexpr = GROUP * QUERIES
-    NEWEST: gl.constexpr = 0 if k is None else 1  # positions that are in no tile
-    dtype: gl.constexpr = q.dtype.element_ty
+    NEWEST: gl.constexpr = 0 if k is None else 1
     ENTRY: gl.constexpr = cache.dtype.element_ty
     IS_FP8: gl.constexpr = gl.uint8 == ENTRY
-    COLUMNS: gl.constexpr = 128 if IS_FP8 else 64  # that one copy brings
-    BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * PIECES
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, TILE)  # of queries
-    tl.extra.cuda.gdc_launch_dependents()
-    head, program = gl.program_id(0), gl.program_id(1)
-    sequences = gl.arange(0, BLOCK_S, layout=SEQUENCES)
-    counts = gl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
-    if WINDOW is not None:
-        counts -= gl.maximum(counts - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
-    counts = gl.where(sequences < num_decodes, gl.maximum(gl.cdiv(counts - NEWEST, POSITIONS), 1), 0)
-    tile, end, share = find_run(counts, program, PROGRAMS)
-    if tile >= end:
-        return
-    sequence, before = find_owner(counts, tile)
-
     if IS_FP8:
-        keys = gl.allocate_shared_memory(ENTRY, [BOXES, 2, PIECE, COLUMNS], BYTES)
-        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE, COLUMNS], TILE_OF_BYTES)
-        values, value_tiles = keys, key_tiles
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE, 128], TILE_OF_BYTES)
+        value_tiles = key_tiles
     else:
-        keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
-        values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
         key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
         value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
-    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-    fence_async_shared()
-    barrier()
-    memory = (keys, values, ready)
-
-    stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
-    cursor = (tile, sequence, before, stop, start, after)  # of the tile to be sent for
-    for stage in gl.static_range(STAGES):
-        if cursor[0] < end:
-            cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, stage, memory, NEWEST == 0, NEWEST,
-                                WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
     tl.extra.cuda.gdc_wait()
 
     if k_scale is not None:
@@ -370,6 +359,9 @@ def _decode(
         row = sequence.to(gl.int64)
         own = _load_queries(q, q_stride, row, head, cos, sin, q_norm, EPS, INTERLEAVED, HALF, GROUP, ROWS, NEWEST, DIM,
                             BLOCK_M, IS_FP8)  # fmt: skip
+        if IS_FP8:
+            own, inverse = _scale_queries(own)
+            inverse = gl.convert_layout(inverse, BY_ROW)
         queries.store(own)
         best = gl.full([BLOCK_M], NOTHING, gl.float32, BY_ROW)
         total = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)  # of each thread's positions
@@ -399,6 +391,8 @@ def _decode(
             if IS_FP8:
                 tile_values = _unpack_values(value_tiles.index(slot).slice(1, 1, dim=1).load(VALUES), LEFT)
             scores = warpgroup_mma_wait(0, deps=(scores,))
+            if IS_FP8:
+                scores = scores * inverse[None, :]
             scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
             seen = start + (at - before) * POSITIONS + positions
             is_seen = seen < ends[None, :]
@@ -413,18 +407,15 @@ def _decode(
             fade = gl.exp2(best - higher)
             total = total * fade[None, :] + new_weights
             best = higher
-            weights.store(new_weights.to(dtype).permute((1, 0)))
+            weights.store(new_weights.to(weights.dtype).permute((1, 0)))
             fence_async_shared()
             barrier()  # all have written their weights and, in fp8, read the tile
             acc = warpgroup_mma(tile_values, weights.permute((1, 0)), acc * fade[None, :], is_async=True)
-            if not IS_FP8:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                barrier()  # all have read the tile
-            if cursor[0] < end:
-                cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, False, NEWEST,
-                                    WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
             if IS_FP8:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(free.index(slot))
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if not IS_FP8:
+                mbarrier.arrive(free.index(slot))
             step += 1
         sum_total = gl.sum(total, 0)
         out_row = out + row * (QUERIES * HEADS * GROUP * DIM) + head * (GROUP * DIM)
@@ -446,6 +437,67 @@ def _decode(
         tile = run_end
         before = after
         sequence += 1
+
+
+@jit(
+    do_not_specialize=["num_decodes", "table_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "slots"],
+)
+def _decode(
+    q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
+    tickets, num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
+    BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As the kernel of triton/attention/decode.py: one program, a run of tiles of the kv head program_id(0).
+
+    REGISTERS: of a thread of the warp that loads
+    """
+    NEWEST: gl.constexpr = 0 if k is None else 1  # positions that are in no tile
+    ENTRY: gl.constexpr = cache.dtype.element_ty
+    IS_FP8: gl.constexpr = gl.uint8 == ENTRY
+    dtype: gl.constexpr = gl.float16 if IS_FP8 else q.dtype.element_ty  # of what is multiplied
+    COLUMNS: gl.constexpr = 128 if IS_FP8 else 64  # that one copy brings
+    BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * PIECES
+    tl.extra.cuda.gdc_launch_dependents()
+    head, program = gl.program_id(0), gl.program_id(1)
+    sequences = gl.arange(0, BLOCK_S, layout=SEQUENCES)
+    counts = gl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
+    if WINDOW is not None:
+        counts -= gl.maximum(counts - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
+    counts = gl.where(sequences < num_decodes, gl.maximum(gl.cdiv(counts - NEWEST, POSITIONS), 1), 0)
+    tile, end, share = find_run(counts, program, PROGRAMS)
+    sequence, before = find_owner(counts, tile)
+
+    if IS_FP8:
+        keys = gl.allocate_shared_memory(ENTRY, [BOXES, 2, PIECE, COLUMNS], BYTES)
+        values = keys
+    else:
+        keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
+        values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
+    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+
+    run, memory = (tile, end, sequence, before, share, head, program), (keys, values, ready, free)
+    given = (q, k, v, cos, sin, q_norm, k_norm, slots, cache, lengths, sinks, k_scale, v_scale, out, sums, stats,
+             tickets, q_stride, k_stride, v_stride)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (given, run, memory, queries, weights, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, WINDOW, HEADS,
+                        GROUP, QUERIES, DIM, PROGRAMS, BLOCK_M, PARTS, STAGES)),
+            (_produce, ((pieces, table, lengths, table_stride), run, memory, NEWEST, WINDOW, QUERIES, BLOCK_SIZE,
+                        HEADS, DIM, COLUMNS, STAGES)),
+        ],
+        [1],  # warps
+        [REGISTERS],
+    )  # fmt: skip
 
 
 _byte_descriptors = TensorDescriptors((2, PIECE.value, 128), BYTES.value)
@@ -470,12 +522,13 @@ def suits(q: Tensor, cache: Tensor, num_decodes: int, query_len: int) -> bool:
 class Tiling(NamedTuple):
     programs_per_unit: int  # on a multiprocessor
     stages: int  # tiles in memory at a time
-    max_registers: int  # a thread
+    max_registers: int  # a thread, as a program starts: of four warps that attend, and as many, of which one loads
+    loading_registers: int  # a thread of the latter
 
 
 def choose(entry_size: int, dim: int) -> Tiling:
     """entry_size: of a number of the cache, in bytes"""
-    return Tiling(4, 3, 128) if entry_size == 1 else Tiling(2, 3, 240) if dim == 128 else Tiling(1, 3, 255)
+    return Tiling(4, 3, 64, 24) if entry_size == 1 else Tiling(2, 3, 128, 40) if dim == 128 else Tiling(1, 3, 144, 40)
 
 
 def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
@@ -489,7 +542,7 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
     """
     num_blocks, block_size, _, kv_heads, dim = cache.shape
     group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
-    per_unit, stages, max_registers = tiling or choose(cache.element_size(), dim)
+    per_unit, stages, max_registers, loading = tiling or choose(cache.element_size(), dim)
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)
@@ -506,5 +559,6 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
         q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out,
         *find_memory(programs), num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
         scale, softcap, window, block_size, kv_heads, group, query_len, dim, programs, sequence_bucket(num_decodes),
-        block_m, max(1, MERGED // (block_m * dim)), stages, num_warps=4, maxnreg=max_registers, launch_pdl=True,
+        block_m, max(1, MERGED // (block_m * dim)), stages, loading, num_warps=4, maxnreg=max_registers,
+        launch_pdl=True,
     )  # fmt: skip

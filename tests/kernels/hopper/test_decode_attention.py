@@ -71,7 +71,7 @@ class Compile:
             made = self.kernel.warmup(*args, grid=grid, **options)
             ptx = made.asm["ptx"]
             assert ptx.count("wgmma.mma_async") == dim // 8 and ".local" not in ptx
-            assert options["maxnreg"] * 128 * tiling.programs_per_unit <= 65536
+            assert options["maxnreg"] * 256 * tiling.programs_per_unit <= 65536
             assert queries > 1 or (made.metadata.shared + 1024) * tiling.programs_per_unit <= 228 << 10
             if dtype == FP8:
                 assert ptx.count("ld.shared.v4.b32") >= 4, "a thread reads 16 bytes of a key at once"

@@ -231,7 +231,9 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRI
             b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
             if a.dtype != b.dtype:
                 a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
+            total = tl.dot(
+                a, tl.trans(b), total, input_precision="ieee"
+            )  # products of 16-bit numbers are exact in fp32
     offsets = (part * tokens + rows).to(tl.int64)[:, None] * STRIDE + experts[None, :]
     tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < STRIDE)[None, :])
 

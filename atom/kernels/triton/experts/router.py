@@ -222,7 +222,7 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRI
         b = tl.load(weight_rows + columns, mask=columns < end, other=0.0)
         wait_for_inputs(PDL)
         a = tl.load(x_rows + columns, mask=columns < end, other=0.0)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
     else:
         wait_for_inputs(PDL)
         for first in range(part * PART, end, BLOCK_I):
@@ -231,9 +231,7 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, ROWS: tl.constexpr, STRI
             b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
             if a.dtype != b.dtype:
                 a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(
-                a, tl.trans(b), total, input_precision="ieee"
-            )  # products of 16-bit numbers are exact in fp32
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     offsets = (part * tokens + rows).to(tl.int64)[:, None] * STRIDE + experts[None, :]
     tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < STRIDE)[None, :])
 

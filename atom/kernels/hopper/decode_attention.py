@@ -115,8 +115,7 @@ def _unpack_keys(tile, LEFT: gl.constexpr):
 
 @jit
 def _unpack_values(tile, LEFT: gl.constexpr):
-    """Bytes of VALUES -> [rows, positions], as `_find_dim` has them"""
-    tile = tile.reshape([POSITIONS, 128])
+    """Bytes [positions, dims] of VALUES -> [rows, positions], as `_find_dim` has them"""
     numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.float16, is_pure=True, pack=8)
     # a thread's numbers lie by position, then by column; they are called the other way round
     numbers = numbers.reshape([POSITIONS // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5)).reshape([128, POSITIONS])
@@ -136,13 +135,12 @@ def _scale_queries(queries):
 
 
 @jit
-def _clear_values(values, position, oldest, stop, DIM: gl.constexpr):
-    """Zeros to the values [positions, DIM] from `position` on which nobody sees: what is there may be no number, and as
-    such would not vanish under a weight of 0."""
-    if (position < oldest) | (position + POSITIONS > stop):
-        seen = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, LINES))
-        is_seen = (seen >= oldest) & (seen < stop)
-        values.store(gl.where(is_seen[:, None], values.load(LINES), 0.0))
+def _clear_unseen(values, position, oldest, stop):
+    """values [positions, dims] from `position` on, with zeros where nobody sees them: what is there may be no number,
+    and as such would not vanish under a weight of 0."""
+    seen = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, values.type.layout))
+    is_seen = (seen >= oldest) & (seen < stop)
+    return gl.where(is_seen[:, None], values, gl.zeros_like(values))
 
 
 @jit
@@ -379,6 +377,7 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
         fence_async_shared()
         barrier()
         ends = stop - (QUERIES - 1) + rows // GROUP
+        oldest = 0 if WINDOW is None else stop + (NEWEST - WINDOW - (QUERIES - 1))
         for at in range(tile, run_end):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
@@ -388,20 +387,26 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
             else:
                 tile_keys, tile_values = key_tiles.index(slot), value_tiles.index(slot).permute((1, 0))
             scores = warpgroup_mma(tile_keys, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
+            position = start + (at - before) * POSITIONS
+            is_partial = (position < oldest) | (position + POSITIONS > stop)
             if IS_FP8:
-                tile_values = _unpack_values(value_tiles.index(slot).slice(1, 1, dim=1).load(VALUES), LEFT)
+                tile_values = value_tiles.index(slot).slice(1, 1, dim=1).load(VALUES).reshape([POSITIONS, 128])
+                if is_partial:
+                    tile_values = _clear_unseen(tile_values, position, oldest, stop)
+                tile_values = _unpack_values(tile_values, LEFT)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if IS_FP8:
                 scores = scores * inverse[None, :]
             scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
-            seen = start + (at - before) * POSITIONS + positions
+            seen = position + positions
             is_seen = seen < ends[None, :]
             if WINDOW is not None:
                 is_seen = is_seen & (seen >= ends[None, :] + (NEWEST - WINDOW))
             scores = gl.where(is_seen, scores, float("-inf"))
-            if not IS_FP8:
-                oldest = 0 if WINDOW is None else stop + (NEWEST - WINDOW - (QUERIES - 1))
-                _clear_values(value_tiles.index(slot), start + (at - before) * POSITIONS, oldest, stop, DIM)
+            if not IS_FP8:  # noqa: SIM102 - which is known when this is compiled
+                if is_partial:
+                    stored = value_tiles.index(slot)
+                    stored.store(_clear_unseen(stored.load(LINES), position, oldest, stop))
             higher = gl.maximum(best, gl.max(scores, 0) * factor)
             new_weights = gl.exp2(scores * factor - higher[None, :])
             fade = gl.exp2(best - higher)

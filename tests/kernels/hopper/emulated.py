@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from atom.graph import ops
 
@@ -35,6 +36,7 @@ class Value(torch.Tensor):
     type = property(lambda self: SimpleNamespace(layout=None))  # type: ignore[assignment]
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        dtype = getattr(dtype, "dtype", dtype)
         return self.view(dtype) if bitcast else super().to(dtype)
 
     def split(self, *_: Any) -> Any:  # type: ignore[override]
@@ -52,6 +54,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.tensor, self.offset + offset)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset[index])
 
     def __sub__(self, offset: Any) -> Pointer:
         return self + -offset
@@ -188,7 +193,7 @@ def _language() -> Any:
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         max=torch.amax, min=torch.amin, associative_scan=_scan,
         where=torch.where, join=lambda a, b: torch.stack((a, b), -1), sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
-        exp=torch.exp, rsqrt=torch.rsqrt, sigmoid=torch.sigmoid,
+        zeros_like=torch.zeros_like, exp=torch.exp, exp2=torch.exp2, abs=torch.abs, cumsum=torch.cumsum, rsqrt=torch.rsqrt, sigmoid=torch.sigmoid,
         num_warps=lambda: 4,
         expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
@@ -241,7 +246,7 @@ class WarpGroups:
     def _specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
         @torch.inference_mode()  # which each thread has one of
         def run(part: Callable[..., None], args: tuple[Any, ...]) -> None:
-            part(*args)
+            part(*tree_map_only(Value, torch.clone, args))  # each part has numbers of its own
             assert not self._pending(), "the kernel ends before its stores have read their memory"
 
         with ThreadPoolExecutor(len(parts)) as pool:
@@ -258,8 +263,10 @@ class WarpGroups:
             target.fill(begin, source)
 
     @staticmethod
-    def _multiply(left: Memory, right: Memory, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-        product = value(left.tensor.float() @ right.tensor.float())
+    def _multiply(left: Memory | Value, right: Memory, sums: Value, use_acc: bool = True, is_async: bool = False
+                  ) -> Value:  # fmt: skip
+        numbers = left.tensor if isinstance(left, Memory) else left
+        product = value(numbers.float() @ right.tensor.float())
         return product + sums if use_acc else product
 
     def _init(self, bar: Memory, count: int) -> None:

@@ -27,6 +27,7 @@ def run_inline(
         for word in (words.view(torch.int32) if words.is_floating_point() else words).unbind(-1):
             registers[f"${sum(num) + len(registers)}"] = word.long() & BITS
     assert constraints.count("r") == sum(num) + len(registers)
+    asm = re.sub(r"mov.b32 {(\w+), (\w+)}, (\S+);", r"and.b32 \1, \3, 0xffff; shr.u32 \2, \3, 16;", asm)
     for line in re.sub(r"[{}]", "", asm).strip().split(";"):
         if line.strip() and not line.strip().startswith(".reg"):
             _run(line.strip(), registers)
@@ -73,6 +74,12 @@ def _take_bytes(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     return sum(picked[1:], picked[0])
 
 
+def _unpack_fp8(bits: Tensor) -> Tensor:
+    """The lower two bytes as e4m3 -> pairs in fp16, exactly."""
+    both = torch.stack((bits & 255, bits >> 8 & 255), -1).to(torch.uint8).view(torch.float8_e4m3fn)
+    return both.to(torch.float16).view(torch.int32).squeeze(-1).long()
+
+
 RUN = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -88,5 +95,6 @@ RUN = {
     "mul.rn.bf16x2": lambda a, b: _bits(_pair(a) * _pair(b)),
     "fma.rn.bf16x2": lambda a, b, c: _bits(_pair(a) * _pair(b) + _pair(c)),
     "fma.rn.f32": lambda a, b, c: (_float(a) * _float(b) + _float(c)).float().view(torch.int32).long(),
+    "cvt.rn.f16x2.e4m3x2": lambda a: _unpack_fp8(a),
     "cvt.rn.bf16x2.f32": lambda a, b: _bits(torch.stack((_float(b), _float(a)), -1)),
 }

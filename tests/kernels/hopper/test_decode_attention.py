@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from kernels.checks import relative_error
 from kernels.compiling import compile_for_hopper
+from kernels.hopper import emulated
+from kernels.hopper.emulated import WarpGroups, emulate
+from kernels.hopper.ptx import run_inline
 from kernels.paged import KIND, Case, change, make_case, move, reference, widen
 from kernels.triton.attention.test_norm_rope_attention import make_case as make_newest
 
 from atom.graph import ops
+from atom.kernels.hopper import decode_attention
 from atom.kernels.hopper.attention import NormRopeAttention, PagedAttention
 from atom.kernels.hopper.decode_attention import suits
+from atom.kernels.triton.attention import common, rope
 from atom.kernels.triton.gpu import Gpu
 
 FP8 = torch.float8_e4m3fn
@@ -105,11 +111,114 @@ def test_it_compiles_for_such_a_gpu():
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 
 
+def run_asm(asm: str, constraints: str, args: list[torch.Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """`run_inline` of a tile [positions, columns], of which a thread has 4 neighbours, or 4 in each of two rows."""
+    (tile,) = args
+    if pack == 4:
+        return run_inline(asm, constraints, args, dtype, is_pure, pack)
+    rows, columns = tile.shape
+    own = tile.view(rows // 2, 2, columns // 4, 4).transpose(1, 2).reshape(-1, 8)
+    made = run_inline(asm, constraints, [own], dtype, is_pure, pack)
+    return made.view(rows // 2, columns // 4, 2, 4).transpose(1, 2).reshape(rows, columns)
+
+
+class Panels(emulated.Memory):
+    """Rows of 16 bits as the tensor cores find them: 64 columns of all, then the next 64."""
+
+    def __init__(self, panels: torch.Tensor, dims: tuple[int, ...] | None = None) -> None:
+        self.panels, self.dims = panels, dims
+
+    @property
+    def tensor(self) -> torch.Tensor:  # type: ignore[override]
+        """As it is when it is read."""
+        rows = self.panels.transpose(-3, -2).flatten(-2)
+        return rows if self.dims is None else rows.permute(self.dims)
+
+    def permute(self, dims: tuple[int, ...]) -> Panels:
+        return Panels(self.panels, dims)
+
+    def index(self, slot: Any) -> Panels:
+        return Panels(self.panels[int(slot)])
+
+    def store(self, x: torch.Tensor) -> None:
+        self.panels.copy_(x.unflatten(-1, (-1, 64)).transpose(-3, -2))
+
+
+def reinterpret(memory: emulated.Memory, dtype: Any, shape: list[int], layout: Any) -> emulated.Memory:
+    if dtype == torch.uint8:
+        return memory.reinterpret(dtype, shape, layout)
+    stages, positions, dim = shape
+    return Panels(memory.tensor.view(stages, dim // 64, positions, 64))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The module as plain Python, on a GPU of 5 multiprocessors; its warps that load and that attend are threads."""
+    shared, turning = emulate(common), emulate(rope)
+    names = "NOTHING LOG2E cap_scores find_owner find_run score_factor".split()
+    return emulate(
+        decode_attention, **WarpGroups().names, **{name: getattr(shared, name) for name in names},
+        rotate_heads=turning.rotate_heads, inline_asm_elementwise=run_asm, reinterpret=reinterpret,
+        find_gpu=lambda _: Gpu(5, 227 << 10, (9, 0)),
+    )  # fmt: skip
+
+
 class Entries(NamedTuple):
     """Of a cache."""
 
     dim: int  # of a head
     scales: torch.Tensor | None  # of keys and values in fp8
+
+
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 129, 300]
+
+
+def launch(module: Any, case: Case, scales: torch.Tensor | None, newest: Any = None, query_len: int = 1, *,
+           scale: float = 0.1, window: int | None = None, softcap: float | None = None) -> torch.Tensor:  # fmt: skip
+    """`decode` of the module. After it tickets are zero, and of whole sequences some were cut up."""
+    cache, kept = case.cache.blocks, {}
+    if scales is not None:
+        cache = (cache / scales.view(2, 1, 1)).to(FP8)
+    (kv_heads, dim), num = cache.shape[3:], len(case.batch.lengths)
+    rows = case.q.shape[1] // kv_heads * query_len
+
+    def find_memory(programs: int) -> tuple[torch.Tensor, ...]:
+        shape = (kv_heads, programs, 2, rows)
+        kept.update(stats=torch.zeros(*shape, 2), tickets=torch.zeros(kv_heads, programs, dtype=torch.int32))
+        return torch.full((*shape, dim), torch.nan), kept["stats"], kept["tickets"]
+
+    pair, out = (None, None) if scales is None else scales.split(1), torch.empty_like(case.q)
+    module.decode(case.q, cache, case.batch.tables[KIND], case.batch.lengths, num, case.sinks, *pair, out, scale, window,
+                  softcap, newest, query_len, find_memory)  # fmt: skip
+    assert not kept["tickets"].any() and (window is not None or kept["stats"].any())
+    return out
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(("dim", "group"), [(128, 8), (256, 9), (128, 4)])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (70, 2.0, True), (1, None, False)])
+def test_tiles_by_a_loading_warp_give_the_softmax(on_cpu, is_fp8, dim, group, window, softcap, has_sinks):
+    if is_fp8 and dim == 256:
+        pytest.skip("it takes heads of 128 dims in fp8")
+    case = make_case(LENGTHS, kv_heads=2, heads=2 * group, dim=dim, window=window, dtype=torch.bfloat16,
+                     has_sinks=has_sinks)  # fmt: skip
+    scales = torch.tensor([0.7, 1.3]) if is_fp8 else None
+    out = launch(on_cpu, case, scales, window=window, softcap=softcap)
+    truth = expected(case, scales, scale=0.1, window=window, softcap=softcap)
+    assert relative_error(out, truth) < 0.004
+
+
+def test_queries_beyond_the_range_of_fp16_are_scaled(on_cpu):
+    """By powers of 2, so that what is given back by `scale` leaves every bit as it is."""
+    case, scales = make_case(LENGTHS, kv_heads=2, heads=8, dim=128, dtype=torch.bfloat16), torch.ones(2)
+    outs = [launch(on_cpu, change_queries(case, 2.0**by), scales, scale=2.0**-by / 8) for by in (0, 100, -100)]
+    assert torch.equal(outs[1], outs[0]) and torch.equal(outs[2], outs[0])
+    assert relative_error(outs[0], expected(case, scales, scale=1 / 8)) < 0.004
+
+
+def change_queries(case: Case, factor: float) -> Case:
+    return case._replace(q=case.q * factor)
 
 
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)

@@ -155,7 +155,7 @@ def reinterpret(memory: emulated.Memory, dtype: Any, shape: list[int], layout: A
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The module as plain Python, on a GPU of 5 multiprocessors; its warps that load and that attend are threads."""
     shared, turning = emulate(common), emulate(rope)
-    names = "NOTHING LOG2E cap_scores find_owner find_run score_factor".split()
+    names = ["NOTHING", "LOG2E", "cap_scores", "find_owner", "find_run", "score_factor"]
     return emulate(
         decode_attention, **WarpGroups().names, **{name: getattr(shared, name) for name in names},
         rotate_heads=turning.rotate_heads, inline_asm_elementwise=run_asm, reinterpret=reinterpret,

@@ -39,9 +39,7 @@ class Attention(paged.Attention):
             return super()._attend_decodes(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
                                            window, softcap, newest, query_len, slopes, chunked, prefixes)  # fmt: skip
         assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
-        kv_heads, dim = cache.shape[-2:]
-        rows = q.shape[1] // kv_heads * query_len
-        find_memory = partial(self._decode.find_memory, q.device, kv_heads, rows, dim)
+        find_memory = partial(self._decode.find_memory, q.device)
         return decode_attention.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
                                        window, softcap, newest, query_len, find_memory)  # fmt: skip
 

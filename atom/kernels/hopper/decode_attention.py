@@ -45,26 +45,36 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 MANY = 64  # sequences from which on heads of 256 dims, a tile at a time on a multiprocessor, take longer than Triton's
 MERGED = 4096  # numbers of parts that are added at once
-POSITIONS = gl.constexpr(64)  # of keys and values in a tile
-PIECE = gl.constexpr(16)  # of them, which one copy brings
-PIECES = gl.constexpr(4)  # POSITIONS / PIECE
-BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 3))  # keys and values of a piece
+PAIRED = 16  # sequences from which on a tile in fp8 has the keys of two kv heads, if there are no more than 8 queries
+ROWS_OF_TILE = gl.constexpr(64)  # keys and values
+PIECE = gl.constexpr(16)  # positions that one copy brings
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))  # keys and values of a piece
 TILE_OF_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
 OPERANDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-KEYS = gl.constexpr(  # of u8[PIECES, 1, PIECE, 128] a thread has 32 neighbours of two rows, 8 apart
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 8, 0]],
-        [[0, 0, 0, 32], [0, 0, 0, 64], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 1, 16, 128],
-    )
-)  # fmt: skip
-VALUES = gl.constexpr(  # a thread has 4 neighbours of 16 rows
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 8, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16]],
-        [[0, 0, 0, 32], [0, 0, 0, 64]], [], [4, 1, 16, 128],
-    )
-)  # fmt: skip
+
+
+def _tile_layout(registers: list[tuple[int, int]], lanes: list[tuple[int, int]], warps: list[tuple[int, int]],
+                 heads: int) -> Any:  # fmt: skip
+    """The layout of bytes [pieces, 1, rows of a piece, 128] by bases of rows and columns of a tile."""
+    rows = PIECE.value * heads
+    bases = ([[row // rows, 0, row % rows, column] for row, column in each] for each in (registers, lanes, warps))
+    return gl.constexpr(gl.DistributedLinearLayout(*bases, [], [ROWS_OF_TILE.value // rows, 1, rows, 128]))
+
+
+# a thread has 32 neighbours of two rows, 8 apart
+_OF_KEYS = (
+    [(0, 1), (0, 2), (0, 4), (0, 8), (0, 16), (8, 0)],
+    [(0, 32), (0, 64), (1, 0), (2, 0), (4, 0)],
+    [(16, 0), (32, 0)],
+)
+# a thread has 4 neighbours of 16 rows
+_OF_VALUES = (
+    [(0, 1), (0, 2), (1, 0), (8, 0), (16, 0), (32, 0)],
+    [(2, 0), (4, 0), (0, 4), (0, 8), (0, 16)],
+    [(0, 32), (0, 64)],
+)
+KEYS, KEYS_OF_TWO = _tile_layout(*_OF_KEYS, 1), _tile_layout(*_OF_KEYS, 2)
+VALUES, VALUES_OF_TWO = _tile_layout(*_OF_VALUES, 1), _tile_layout(*_OF_VALUES, 2)
 QUERIES_BY = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # to load by
 PARTS_BY = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # to clear values by
@@ -107,9 +117,9 @@ def _find_dim(row, IS_FP8: gl.constexpr):
 @jit
 def _unpack_keys(tile, LEFT: gl.constexpr):
     """Bytes of KEYS -> [positions, places], as `_find_column` has them"""
-    tile = tile.reshape([POSITIONS, 128])
+    tile = tile.reshape([ROWS_OF_TILE, 128])
     numbers = gl.inline_asm_elementwise(KEYS_ASM, "=r,=r,r", [tile], dtype=gl.float16, is_pure=True, pack=4)
-    numbers = numbers.reshape([POSITIONS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([POSITIONS, 128])
+    numbers = numbers.reshape([ROWS_OF_TILE, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS_OF_TILE, 128])
     return gl.convert_layout(numbers, LEFT)
 
 
@@ -118,8 +128,8 @@ def _unpack_values(tile, LEFT: gl.constexpr):
     """Bytes [positions, dims] of VALUES -> [rows, positions], as `_find_dim` has them"""
     numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.float16, is_pure=True, pack=8)
     # a thread's numbers lie by position, then by column; they are called the other way round
-    numbers = numbers.reshape([POSITIONS // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5)).reshape([128, POSITIONS])
-    return gl.convert_layout(numbers, LEFT)
+    numbers = numbers.reshape([ROWS_OF_TILE // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5))
+    return gl.convert_layout(numbers.reshape([128, ROWS_OF_TILE]), LEFT)
 
 
 @jit
@@ -135,16 +145,19 @@ def _scale_queries(queries):
 
 
 @jit
-def _clear_unseen(values, position, oldest, stop):
-    """values [positions, dims] from `position` on, with zeros where nobody sees them: what is there may be no number,
-    and as such would not vanish under a weight of 0."""
-    seen = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, values.type.layout))
+def _clear_unseen(stored, position, oldest, stop, STORED: gl.constexpr, TOGETHER: gl.constexpr):
+    """Zeros to the values of a tile from `position` on that nobody sees: what is there may be no number, and as such
+    would not vanish under a weight of 0."""
+    values = stored.load(STORED)
+    rows = values.reshape([ROWS_OF_TILE, values.shape[-1]])
+    seen = position + gl.arange(0, ROWS_OF_TILE, layout=gl.SliceLayout(1, rows.type.layout)) // TOGETHER
     is_seen = (seen >= oldest) & (seen < stop)
-    return gl.where(is_seen[:, None], values, gl.zeros_like(values))
+    stored.store(gl.where(is_seen[:, None], rows, gl.zeros_like(rows)).reshape(values.shape))
 
 
 @jit
-def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr):
+def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr,
+               POSITIONS: gl.constexpr):  # fmt: skip
     """The end of a sequence's tiles, their first position, and the tile after them, which come from `before` on."""
     length = gl.load(lengths + sequence)
     start = 0
@@ -154,10 +167,10 @@ def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.const
 
 
 @jit
-def _load_blocks(blocks, position, stop, BLOCK_SIZE: gl.constexpr):
+def _load_blocks(blocks, position, stop, BLOCK_SIZE: gl.constexpr, POSITIONS: gl.constexpr):
     """The block of each piece of a tile."""
     found = ()
-    for piece in gl.static_range(PIECES):
+    for piece in gl.static_range(POSITIONS // PIECE):
         at = position + piece * PIECE
         found += (gl.load(blocks + at // BLOCK_SIZE, mask=at < stop, other=0),)  # type: ignore[assignment]
     return found
@@ -165,55 +178,56 @@ def _load_blocks(blocks, position, stop, BLOCK_SIZE: gl.constexpr):
 
 @jit
 def _send(pieces, found, position, stop, head, slot, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
-          DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+          DIM: gl.constexpr, COLUMNS: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
     """Fetch the keys and values of a tile, of whose pieces these are the blocks."""
     keys, values, ready, _ = memory
-    rows = ()
+    PIECES: gl.constexpr = ROWS_OF_TILE // (PIECE * TOGETHER)
+    PARTS: gl.constexpr = DIM // COLUMNS
+    bar = ready.index(slot)
+    mbarrier.expect(bar, 2 * ROWS_OF_TILE * DIM * (128 // COLUMNS))
     for piece in gl.static_range(PIECES):
         at = position + piece * PIECE
         row = gl.where(at < stop, found[piece] * BLOCK_SIZE + at % BLOCK_SIZE, -PIECE)  # there it is all zeros
-        rows += (row,)  # type: ignore[assignment]
-    bar = ready.index(slot)
-    mbarrier.expect(bar, 2 * POSITIONS * DIM * (128 // COLUMNS))
-    if COLUMNS == 128:  # of bytes
-        for piece in gl.static_range(PIECES):
-            async_load(pieces, [0, rows[piece], head * DIM], bar, keys.index(slot * PIECES + piece))
-    else:
-        for part in gl.static_range(DIM // COLUMNS):
-            for piece in gl.static_range(PIECES):
-                box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
-                async_load(pieces, [rows[piece], column], bar, keys.index(box))
-                async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
+        if COLUMNS == 128:  # of bytes
+            async_load(pieces, [0, row, head * TOGETHER, 0], bar, keys.index(slot * PIECES + piece))
+        else:
+            for part in gl.static_range(PARTS):
+                column = head * DIM + part * COLUMNS
+                async_load(pieces, [row, column], bar, keys.index((slot * PARTS + part) * PIECES + piece))
+            for part in gl.static_range(PARTS):
+                column = (HEADS + head) * DIM + part * COLUMNS
+                async_load(pieces, [row, column], bar, values.index((slot * PARTS + part) * PIECES + piece))
 
 
 @jit
 def _produce(given, run, memory, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr,
              BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             TOGETHER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fetch the keys and values of a run of tiles, each once its memory is free."""
+    POSITIONS: gl.constexpr = ROWS_OF_TILE // TOGETHER
     pieces, table, lengths, table_stride = given
     tile, end, sequence, before, _, head, _ = run
     free = memory[3]
     if tile < end:
-        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES, POSITIONS)
         blocks = table + sequence.to(gl.int64) * table_stride
-        found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE)
+        found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE, POSITIONS)
         step = 0
         while tile < end:
             slot, position = step % STAGES, start + (tile - before) * POSITIONS
             mbarrier.wait(free.index(slot), step // STAGES & 1 ^ 1)
             if (NEWEST == 0) & (position + POSITIONS > stop - QUERIES):
                 tl.extra.cuda.gdc_wait()  # for the preceding kernel, which writes the newest keys and values
-            _send(pieces, found, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
+            _send(pieces, found, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS, TOGETHER)
             step += 1
             tile += 1
             if (tile >= after) & (tile < end):
                 sequence += 1
                 before = after
-                stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+                stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES, POSITIONS)
             # a tile ahead, since a load takes long
             blocks = table + sequence.to(gl.int64) * table_stride
-            found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE)
+            found = _load_blocks(blocks, start + (tile - before) * POSITIONS, stop, BLOCK_SIZE, POSITIONS)
 
 
 @jit
@@ -318,9 +332,10 @@ def _attend_newest(
 @jit
 def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVED: gl.constexpr, HALF: gl.constexpr,
              SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
-             GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
-             BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             GROUP: gl.constexpr, TOGETHER: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr,
+             PROGRAMS: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attend to a run of tiles; queries and weights: memory for operands."""
+    POSITIONS: gl.constexpr = ROWS_OF_TILE // TOGETHER
     (q, k, v, cos, sin, q_norm, k_norm, slots, cache, lengths, sinks, k_scale, v_scale, out, sums, stats, tickets,
      q_stride, k_stride, v_stride) = given  # fmt: skip
     tile, end, sequence, before, share, head, program = run
@@ -333,11 +348,14 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, TILE)  # of queries
     if IS_FP8:
-        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE, 128], TILE_OF_BYTES)
+        PIECES: gl.constexpr = POSITIONS // PIECE
+        STORED: gl.constexpr = VALUES if TOGETHER == 1 else VALUES_OF_TWO
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE * TOGETHER, 128], TILE_OF_BYTES)
         value_tiles = key_tiles
     else:
-        key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
-        value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], OPERANDS)
+        STORED: gl.constexpr = LINES
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, ROWS_OF_TILE, DIM], OPERANDS)
+        value_tiles = reinterpret(values, ENTRY, [STAGES, ROWS_OF_TILE, DIM], OPERANDS)
     tl.extra.cuda.gdc_wait()
 
     if k_scale is not None:
@@ -348,11 +366,13 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
         sinks += head * GROUP
     factor = score_factor(k_scale, SCALE, SOFTCAP)
     rows = gl.arange(0, BLOCK_M, layout=BY_ROW)
-    positions = gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, TILE))[:, None]
+    lines = gl.arange(0, ROWS_OF_TILE, layout=gl.SliceLayout(1, TILE))[
+        :, None
+    ]  # of a tile: positions, of each its heads
     places = gl.arange(0, DIM, layout=gl.SliceLayout(1, TILE))
     step = 0
     while tile < end:
-        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES, POSITIONS)
         run_end = gl.minimum(end, after)
         row = sequence.to(gl.int64)
         own = _load_queries(q, q_stride, row, head, cos, sin, q_norm, EPS, INTERLEAVED, HALF, GROUP, ROWS, NEWEST, DIM,
@@ -362,7 +382,7 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
             inverse = gl.convert_layout(inverse, BY_ROW)
         queries.store(own)
         best = gl.full([BLOCK_M], NOTHING, gl.float32, BY_ROW)
-        total = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)  # of each thread's positions
+        total = gl.zeros([ROWS_OF_TILE, BLOCK_M], gl.float32, TILE)  # of each thread's lines
         acc = gl.zeros([DIM, BLOCK_M], gl.float32, TILE)
         if NEWEST and run_end == after:
             entry = cache + (gl.load(slots + row) * (2 * HEADS) + head) * DIM
@@ -372,41 +392,41 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
             )  # fmt: skip
             is_seen = stop >= 0
             best = gl.where(is_seen, scores, best)
-            total = gl.where((positions == 0) & is_seen, 1.0, total)
+            total = gl.where((lines == 0) & is_seen, 1.0, total)
             acc = gl.where(is_seen, value[:, None], acc)
         fence_async_shared()
         barrier()
         ends = stop - (QUERIES - 1) + rows // GROUP
+        own_head = rows % GROUP // (GROUP // TOGETHER)
         oldest = 0 if WINDOW is None else stop + (NEWEST - WINDOW - (QUERIES - 1))
         for at in range(tile, run_end):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
-            scores = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)
+            position = start + (at - before) * POSITIONS
+            stored = value_tiles.index(slot).slice(1, 1, dim=1) if IS_FP8 else value_tiles.index(slot)
+            if (position < oldest) | (position + POSITIONS > stop):
+                _clear_unseen(stored, position, oldest, stop, STORED, TOGETHER)
+            scores = gl.zeros([ROWS_OF_TILE, BLOCK_M], gl.float32, TILE)
             if IS_FP8:
-                tile_keys = _unpack_keys(key_tiles.index(slot).slice(0, 1, dim=1).load(KEYS), LEFT)
+                tile_keys = key_tiles.index(slot).slice(0, 1, dim=1).load(KEYS if TOGETHER == 1 else KEYS_OF_TWO)
+                tile_keys = _unpack_keys(tile_keys, LEFT)
             else:
                 tile_keys, tile_values = key_tiles.index(slot), value_tiles.index(slot).permute((1, 0))
             scores = warpgroup_mma(tile_keys, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
-            position = start + (at - before) * POSITIONS
-            is_partial = (position < oldest) | (position + POSITIONS > stop)
             if IS_FP8:
-                tile_values = value_tiles.index(slot).slice(1, 1, dim=1).load(VALUES).reshape([POSITIONS, 128])
-                if is_partial:
-                    tile_values = _clear_unseen(tile_values, position, oldest, stop)
+                tile_values = stored.load(STORED).reshape([ROWS_OF_TILE, 128])
                 tile_values = _unpack_values(tile_values, LEFT)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if IS_FP8:
                 scores = scores * inverse[None, :]
             scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
-            seen = position + positions
+            seen = position + lines // TOGETHER
             is_seen = seen < ends[None, :]
+            if TOGETHER > 1:  # a query sees the keys of its own head
+                is_seen = is_seen & (lines % TOGETHER == own_head[None, :])
             if WINDOW is not None:
                 is_seen = is_seen & (seen >= ends[None, :] + (NEWEST - WINDOW))
             scores = gl.where(is_seen, scores, float("-inf"))
-            if not IS_FP8:  # noqa: SIM102 - which is known when this is compiled
-                if is_partial:
-                    stored = value_tiles.index(slot)
-                    stored.store(_clear_unseen(stored.load(LINES), position, oldest, stop))
             higher = gl.maximum(best, gl.max(scores, 0) * factor)
             new_weights = gl.exp2(scores * factor - higher[None, :])
             fade = gl.exp2(best - higher)
@@ -415,9 +435,9 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
             weights.store(new_weights.to(weights.dtype).permute((1, 0)))
             fence_async_shared()
             barrier()  # all have written their weights and, in fp8, read the tile
-            acc = warpgroup_mma(tile_values, weights.permute((1, 0)), acc * fade[None, :], is_async=True)
             if IS_FP8:
                 mbarrier.arrive(free.index(slot))
+            acc = warpgroup_mma(tile_values, weights.permute((1, 0)), acc * fade[None, :], is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if not IS_FP8:
                 mbarrier.arrive(free.index(slot))
@@ -454,9 +474,11 @@ def _decode(
     HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
     BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """As the kernel of triton/attention/decode.py: one program, a run of tiles of the kv head program_id(0).
 
+    TOGETHER: kv heads that are one here, of GROUP heads in all: each position of a tile has a line of each
     REGISTERS: of a thread of the warp that loads
     """
     NEWEST: gl.constexpr = 0 if k is None else 1  # positions that are in no tile
@@ -464,7 +486,8 @@ def _decode(
     IS_FP8: gl.constexpr = gl.uint8 == ENTRY
     dtype: gl.constexpr = gl.float16 if IS_FP8 else q.dtype.element_ty  # of what is multiplied
     COLUMNS: gl.constexpr = 128 if IS_FP8 else 64  # that one copy brings
-    BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * PIECES
+    POSITIONS: gl.constexpr = ROWS_OF_TILE // TOGETHER
+    BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * (POSITIONS // PIECE)
     tl.extra.cuda.gdc_launch_dependents()
     head, program = gl.program_id(0), gl.program_id(1)
     sequences = gl.arange(0, BLOCK_S, layout=SEQUENCES)
@@ -472,17 +495,17 @@ def _decode(
     if WINDOW is not None:
         counts -= gl.maximum(counts - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
     counts = gl.where(sequences < num_decodes, gl.maximum(gl.cdiv(counts - NEWEST, POSITIONS), 1), 0)
-    tile, end, share = find_run(counts, program, PROGRAMS)
+    tile, end, share = find_run(counts, program, PROGRAMS, TOGETHER)
     sequence, before = find_owner(counts, tile)
 
     if IS_FP8:
-        keys = gl.allocate_shared_memory(ENTRY, [BOXES, 2, PIECE, COLUMNS], BYTES)
+        keys = gl.allocate_shared_memory(ENTRY, [BOXES, 2, PIECE, TOGETHER, COLUMNS], BYTES)
         values = keys
     else:
         keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
         values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], OPERANDS)
     queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, ROWS_OF_TILE], OPERANDS)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -496,16 +519,16 @@ def _decode(
     gl.warp_specialize(
         [
             (_consume, (given, run, memory, queries, weights, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, WINDOW, HEADS,
-                        GROUP, QUERIES, DIM, PROGRAMS, BLOCK_M, PARTS, STAGES)),
+                        GROUP, TOGETHER, QUERIES, DIM, PROGRAMS, BLOCK_M, PARTS, STAGES)),
             (_produce, ((pieces, table, lengths, table_stride), run, memory, NEWEST, WINDOW, QUERIES, BLOCK_SIZE,
-                        HEADS, DIM, COLUMNS, STAGES)),
+                        HEADS, DIM, COLUMNS, TOGETHER, STAGES)),
         ],
         [1],  # warps
         [REGISTERS],
     )  # fmt: skip
 
 
-_byte_descriptors = TensorDescriptors((2, PIECE.value, 128), BYTES.value)
+_byte_descriptors = {heads: TensorDescriptors((2, PIECE.value, heads, 128), BYTES.value) for heads in (1, 2)}
 _descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
 
 
@@ -536,22 +559,34 @@ def choose(entry_size: int, dim: int) -> Tiling:
     return Tiling(4, 3, 64, 24) if entry_size == 1 else Tiling(2, 3, 128, 40) if dim == 128 else Tiling(1, 3, 144, 40)
 
 
+def choose_together(q: Tensor, cache: Tensor, num_decodes: int, query_len: int) -> int:
+    """How many kv heads share a tile: two in fp8, whose entries are neighbours in memory, if the tile has room for the
+    queries of both anyway."""
+    kv_heads = cache.shape[3]
+    is_paired = cache.element_size() == 1 and kv_heads % 2 == 0 and num_decodes >= PAIRED
+    return 2 if is_paired and 2 * q.shape[1] // kv_heads * query_len <= 8 else 1
+
+
 def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
            k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
-           softcap: float | None, newest: tuple[Any, ...] | None, query_len: int, find_memory: Callable[[int], Any],
+           softcap: float | None, newest: tuple[Any, ...] | None, query_len: int, find_memory: Callable[..., Any],
            tiling: Tiling | None = None) -> None:  # fmt: skip
     """As `decode.Decode`.
 
     newest: None for entries in fp8
-    find_memory: finds the memory of this many programs for each kv head
+    find_memory: finds the memory for parts: of kv heads, rows, dims and programs, as `decode.Decode.find_memory`
     """
     num_blocks, block_size, _, kv_heads, dim = cache.shape
-    group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
+    row = 2 * kv_heads * dim
+    together = choose_together(q, cache, num_decodes, query_len)
+    kv_heads //= together
+    group = q.shape[1] // kv_heads
     per_unit, stages, max_registers, loading = tiling or choose(cache.element_size(), dim)
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)
-        pieces = _byte_descriptors.find(cache, (2, num_blocks * block_size, row // 2), (row // 2, row, 1))
+        sizes = (2, num_blocks * block_size, kv_heads * together, dim)
+        pieces = _byte_descriptors[together].find(cache, sizes, (row // 2, row, dim, 1))
     else:
         pieces = _descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
     block_m = max(8, next_power_of_2(group * query_len))
@@ -562,8 +597,9 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
         half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
     _decode[(kv_heads, programs)](
         q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out,
-        *find_memory(programs), num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
+        *find_memory(kv_heads, group * query_len, dim, programs), num_decodes, table.stride(0), q.stride(0), k_stride,
+        v_stride, eps, interleaved, half,
         scale, softcap, window, block_size, kv_heads, group, query_len, dim, programs, sequence_bucket(num_decodes),
-        block_m, max(1, MERGED // (block_m * dim)), stages, loading, num_warps=4, maxnreg=max_registers,
+        block_m, max(1, MERGED // (block_m * dim)), stages, loading, together, num_warps=4, maxnreg=max_registers,
         launch_pdl=True,
     )  # fmt: skip

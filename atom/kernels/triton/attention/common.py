@@ -64,11 +64,14 @@ def find_owner(counts, tile):
 
 
 @jit
-def find_run(counts, program, PROGRAMS: tl.constexpr):
-    """A program's run of tiles, of counts i32[S] laid end to end: its first, its end, and how many a program has."""
+def find_run(counts, program, PROGRAMS: tl.constexpr, SMALL: tl.constexpr = 1):
+    """A program's run of tiles, of counts i32[S] laid end to end: its first, its end, and how many a program has.
+
+    SMALL: tiles that have the positions of one of usual size
+    """
     num_tiles = tl.sum(counts, 0)
     # to merge a part costs as much as a tile or two, and more the more parts a sequence has
-    length = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
+    length = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), SMALL * tl.minimum(tl.cdiv(tl.max(counts, 0), 16 * SMALL), 4))
     first = program * length
     return first, tl.minimum(first + length, num_tiles), length
 

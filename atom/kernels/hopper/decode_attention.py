@@ -3,7 +3,7 @@
 It computes what triton/attention/decode.py does, and cuts sequences up in the same way.
 
     args = q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
-    decode(*args, newest, query_len, memory_of)
+    decode(*args, newest, query_len, find_memory)
 
 A warp of its own loads keys and values by TMA, some tiles ahead and, but for the newest, while the preceding kernel
 still runs; four others attend. A tile's keys are the left operand of one MMA and its values, transposed, that of the
@@ -48,8 +48,7 @@ MERGED = 4096  # numbers of parts that are added at once
 PAIRED = 16  # sequences from which on a tile in fp8 has the keys of two kv heads, if there are no more than 8 queries
 ROWS_OF_TILE = gl.constexpr(64)  # keys and values
 PIECE = gl.constexpr(16)  # positions that one copy brings
-BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))  # keys and values of a piece
-TILE_OF_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))  # keys and values of a piece, and of all of a tile's
 OPERANDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -350,7 +349,7 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
     if IS_FP8:
         PIECES: gl.constexpr = POSITIONS // PIECE
         STORED: gl.constexpr = VALUES if TOGETHER == 1 else VALUES_OF_TWO
-        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE * TOGETHER, 128], TILE_OF_BYTES)
+        key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE * TOGETHER, 128], BYTES)
         value_tiles = key_tiles
     else:
         STORED: gl.constexpr = LINES

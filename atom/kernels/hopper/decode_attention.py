@@ -553,9 +553,13 @@ class Tiling(NamedTuple):
     loading_registers: int  # a thread of the latter
 
 
-def choose(entry_size: int, dim: int) -> Tiling:
-    """entry_size: of a number of the cache, in bytes"""
-    return Tiling(4, 3, 64, 24) if entry_size == 1 else Tiling(2, 3, 128, 40) if dim == 128 else Tiling(1, 3, 144, 40)
+def choose(entry_size: int, dim: int, num_decodes: int, block_m: int) -> Tiling:
+    """entry_size: of a number of the cache, in bytes; block_m: queries of a tile"""
+    if entry_size == 1 and block_m > 8:
+        return Tiling(3, 3, 80, 24) if block_m == 16 else Tiling(2, 4, 128, 40)
+    if entry_size == 1:
+        return Tiling(4, 2, 64, 24) if num_decodes >= PAIRED else Tiling(3, 4, 80, 24)
+    return Tiling(2, 3, 128, 40) if dim == 128 else Tiling(1, 3, 144, 40)
 
 
 def choose_together(q: Tensor, cache: Tensor, num_decodes: int, query_len: int) -> int:
@@ -580,7 +584,8 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
     together = choose_together(q, cache, num_decodes, query_len)
     kv_heads //= together
     group = q.shape[1] // kv_heads
-    per_unit, stages, max_registers, loading = tiling or choose(cache.element_size(), dim)
+    block_m = max(8, next_power_of_2(group * query_len))
+    per_unit, stages, max_registers, loading = tiling or choose(cache.element_size(), dim, num_decodes, block_m)
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)
@@ -588,7 +593,6 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
         pieces = _byte_descriptors[together].find(cache, sizes, (row // 2, row, dim, 1))
     else:
         pieces = _descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
-    block_m = max(8, next_power_of_2(group * query_len))
     k = v = cos = sin = q_norm = k_norm = slots = None
     eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
     if newest is not None:

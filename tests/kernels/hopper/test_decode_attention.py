@@ -87,19 +87,20 @@ class Compile:
 use_hopper()
 decode.find_gpu = decode_hopper.find_gpu = lambda device: H200
 decode_hopper._decode = Compile(decode_hopper._decode)
-numbers, angle, scale = torch.zeros(9, 9, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
+numbers, angle, scale = torch.zeros(16, 16, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
 bf16 = torch.bfloat16
-for dtype, dim, queries, window, sinks in (
-    (FP8, 128, 1, None, None), (FP8, 128, 4, 100, scale), (bf16, 128, 1, 100, scale), (bf16, 128, 4, None, None),
-    (bf16, 256, 1, None, None), (bf16, 256, 4, 100, scale),
+for dtype, dim, queries, window, sinks, num in (
+    (FP8, 128, 1, None, None, 4), (FP8, 128, 4, 100, scale, 4), (FP8, 128, 1, None, None, 16), (bf16, 128, 1, 100, scale, 4),
+    (bf16, 128, 4, None, None, 4), (bf16, 256, 1, None, None, 4), (bf16, 256, 4, 100, scale, 4),
 ):
-    q, cache = torch.zeros(4 * queries, 64, dim, dtype=bf16), torch.zeros(4, 16, 2, 8, dim).to(dtype)
+    heads = 32 if num >= decode_hopper.PAIRED else 64
+    q, cache = torch.zeros(num * queries, heads, dim, dtype=bf16), torch.zeros(4, 16, 2, 8, dim).to(dtype)
     scales = (scale, scale) if dtype == FP8 else (None, None)
     newest = None
     if queries == 1 and dtype != FP8:
         newest = decode.Newest(q[:, :8], q[:, :8], angle, angle, q[0, 0], q[0, 0], numbers[0].long(), 1e-6, False)
-    tiling = decode_hopper.choose(cache.element_size(), dim)
-    args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries, None, False, None
+    tiling = decode_hopper.choose(cache.element_size(), dim, num, 8 * queries)
+    args = q, cache, numbers, numbers[0], num, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries, None, False, None
     PagedAttention()._attend_decodes(*args)
 """
 
@@ -107,7 +108,7 @@ for dtype, dim, queries, window, sinks in (
 @pytest.mark.slow
 def test_it_compiles_for_such_a_gpu():
     done = compile_for_hopper(COMPILE)
-    assert done.stdout.split() == ["compiled"] * 6
+    assert done.stdout.split() == ["compiled"] * 7
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 
 

@@ -68,7 +68,8 @@ def build(
         body = graph.programs[BODY]
         body.fx.output_node().args = ((*body.results, body.results[0]),)
     check_scales(model, {name for each in writers if each.model is model for name in each.scaled})
-    if quant.requires_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
+    nodes = (node for program in graph.programs.values() for node in program.nodes)
+    if quant.requires_act and not any("act" in node.kwargs for node in nodes):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph
 

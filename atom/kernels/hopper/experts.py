@@ -158,12 +158,14 @@ def multiply_in_fp8(
     tokens = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
     pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
     rows, order, ends, places = group_pairs(pairs, ids, first, gate_up.shape[0])
-    plan = grouped_linear.plan_fp8(ends, len(rows), gate_up)
-    m = grouped_linear.multiply_fp8(
-        rows.view(FP8), tokens.scales, gate_up, plan, gate_up_bias, gate, order, ids.shape[1]
-    )
-    del gate_up  # a temporary of all experts, if it was rounded
+    plan = grouped_linear.plan_fp8(ends, len(rows))
+    taken, of_pairs = (rows.view(FP8), tokens.scales, gate_up, plan), (gate, order, ids.shape[1])
+    if block_of(gate_up.type)[-2] == 1:
+        m = grouped_linear.multiply_fp8(*taken, gate_up_bias, *of_pairs)
+        values, scales, *_ = quantize_rows(m, m.shape[1], FP8, is_shuffled=is_shuffled)
+    else:
+        values, scales = grouped_linear.multiply_and_quantize(*taken, *of_pairs)
+    del gate_up, taken  # a temporary of all experts, if it was rounded
     down = as_multiplied(matrices[1], act)
-    values, scales, *_ = quantize_rows(m, span_of(act, m.shape[1]), FP8, is_shuffled=is_shuffled)
-    y = grouped_linear.multiply_fp8(values[: len(m)], scales, down, plan, down_bias)
+    y = grouped_linear.multiply_fp8(values[: len(rows)], scales, down, plan, down_bias)
     return combine_rows(y, weights, places)

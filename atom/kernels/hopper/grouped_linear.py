@@ -4,20 +4,22 @@ Biases and the gated activation are in the same kernel.
 
     y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
     m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gate before up -> [P, W]
-    plan = plan_fp8(ends, len(x), weight)                     # shared by GEMMs of the same rows
+    plan = plan_fp8(ends, len(x))                             # shared by GEMMs of the same rows
     y = multiply_fp8(x, x_scales, weight, plan)               # both in fp8, by rows, or 1 x 128 by 128 x 128
+    m, m_scales = multiply_and_quantize(x, x_scales, weight, plan, Gate("silu"))    # m, too
 
 Programs take one tile after another of all experts, as `_plan_kernel` lays them out: rows of an expert by outputs.
 One warp loads tiles of x and of the weight by TMA, two groups of warps multiply half of a tile's rows each. Where a
-tile has gate projections, they are in its left half and the matching up projections in its right half, so that a thread
-holds both of a pair. A tile ends where its expert's rows do: those after are multiplied and not stored, and a group
-that has none waits.
+tile has gate projections, the left half of an MMA's outputs are these, the right half the matching up projections, so
+that a thread holds both of a pair. A tile ends where its expert's rows do: those after are multiplied and not stored,
+and a group that has none waits.
 
 If nothing is added to the GEMM, a tile stays in registers, rounded, and is stored while the tensor cores multiply
 the next one: with few columns, storing takes as long as several steps.
 
-In fp8 by blocks the tensor cores sum over the 128 columns that share a scale, and those sums are added in float32. By
-rows they sum over all columns, as the library does, and a tile is scaled before it is rounded.
+In fp8 by blocks the tensor cores sum over the 128 columns that share a scale, and those sums are added in float32. A
+tile has 128 gated columns, so that it can be quantized before it is stored. By rows the tensor cores sum over all
+columns, as the library does, and a tile is scaled before it is rounded.
 """
 
 from __future__ import annotations
@@ -102,13 +104,14 @@ SWIGLUOAI = """{{
 
 
 class Tile(NamedTuple):
-    """What a program multiplies at a time."""
+    """What a program multiplies at a time, of GROUPS * ROWS rows."""
 
-    mmas: int  # of ROWS rows, for each group
-    outs: int  # of the weight; if gated, half of them gate projections
+    mmas: int  # for each group
+    outs: int  # of the weight in an MMA; if gated, half of them gate projections
     columns: int  # of x and of the weight in a stage
 
 
+BLOCK_ROWS = int(GROUPS.value * ROWS.value)
 PLAIN, BY_ROWS, BY_BLOCKS = Tile(1, 256, 64), Tile(1, 256, 128), Tile(2, 128, 128)
 
 
@@ -146,10 +149,29 @@ def _plan_kernel(ends, plan, num, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, 
 @jit
 def _find_place(tile, plan, out_tiles, BLOCK_R: gl.constexpr):
     """The expert of a tile, its first row, the end of the expert's rows, and the number of its tile of outputs."""
+    return _place_in(_load_entry(tile, plan, out_tiles), tile, out_tiles, BLOCK_R)
+
+
+@jit
+def _load_entry(tile, plan, out_tiles):
     entry = plan + tile // out_tiles * ENTRY
-    expert, first_row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-    within, height = tile - gl.load(entry + 3) * out_tiles, gl.load(entry + 4)
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+
+
+@jit
+def _place_in(entry, tile, out_tiles, BLOCK_R: gl.constexpr):
+    expert, first_row, end, first_tile, height = entry
+    within = tile - first_tile * out_tiles
     return expert, first_row + within % height * BLOCK_R, end, within // height
+
+
+@jit
+def _find_scaled(row, end, order, top_k, LAYOUT: gl.constexpr):
+    """The rows of x's scales, for ROWS rows from this one on."""
+    rows = gl.minimum(row + gl.arange(0, ROWS, layout=LAYOUT), end - 1)
+    if order is not None:
+        rows = gl.load(order + gl.maximum(rows, 0)).to(gl.int32) // top_k  # of no tile, there need be no rows
+    return rows
 
 
 @jit
@@ -157,27 +179,28 @@ def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, MMAS: gl.co
     """Load tiles of x and of the weight, in two halves, for each tile of this program."""
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, _, ready, free = memory
-    BOXES: gl.constexpr = GROUPS * MMAS
     COLUMNS: gl.constexpr = x_boxes.shape[2]
-    BYTES: gl.constexpr = (BOXES * ROWS + 2 * HALF) * 128  # of a stage
+    BYTES: gl.constexpr = (GROUPS * ROWS + MMAS * 2 * HALF) * 128  # of a stage
     iteration = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
-        expert, row, _end, out_tile = _find_place(tile, plan, out_tiles, BOXES * ROWS)
+        expert, row, _end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
         if IS_GATED:
-            left = expert * 2 * out + out_tile * HALF
-            right = left + out
+            first = expert * 2 * out + out_tile * MMAS * HALF
+            after, further = out, HALF
         else:
-            left = expert * out + out_tile * 2 * HALF
-            right = left + HALF
+            first = expert * out + out_tile * MMAS * 2 * HALF
+            after, further = HALF, 2 * HALF
         for step in range(steps):
             slot, column = iteration % STAGES, step * COLUMNS
             bar = ready.index(slot)
             mbarrier.wait(free.index(slot), iteration // STAGES & 1 ^ 1)
             mbarrier.expect(bar, BYTES)
-            for number in gl.static_range(BOXES):
-                async_load(x, [row + number * ROWS, column], bar, x_boxes.index(slot * BOXES + number))
-            async_load(weight, [left, column], bar, w_boxes.index(slot * 2))
-            async_load(weight, [right, column], bar, w_boxes.index(slot * 2 + 1))
+            for number in gl.static_range(GROUPS):
+                async_load(x, [row + number * ROWS, column], bar, x_boxes.index(slot * GROUPS + number))
+            for number in gl.static_range(MMAS):
+                left, box = first + number * further, (slot * MMAS + number) * 2
+                async_load(weight, [left, column], bar, w_boxes.index(box))
+                async_load(weight, [left + after, column], bar, w_boxes.index(box + 1))
             iteration += 1
 
 
@@ -266,67 +289,85 @@ def _consume_late(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, HAL
 
 
 @jit
-def _consume_blocks(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
-    """Twice ROWS rows of each tile, in fp8 with scales by blocks."""
+def _consume_blocks(y, y_rows, y_scales, y_stride, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr,
+                    HALF: gl.constexpr):  # fmt: skip
+    """ROWS rows of each tile, in fp8 with scales by blocks, in two MMAs of SPAN outputs, or of SPAN / 2 if gated.
+
+    Where the next tile is, and which scales its rows have, is loaded while this one is stored.
+    """
     x_scales, w_scales, x_stride, blocks, order, top_k = scales
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, y_boxes, ready, free = memory
     COLUMNS: gl.constexpr = x_boxes.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 32])
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
-    is_left = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, ACC))[None, :] < HALF
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES * 2, 2 * HALF, COLUMNS], w_boxes.layout)
+    is_gate = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, ACC))[None, :] < HALF
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, ACC)
+    BLOCK_R: gl.constexpr = GROUPS * ROWS
+    tiles = gl.load(plan + num * ENTRY) * out_tiles
+    begin = gl.maximum(gl.minimum(gl.program_id(0), tiles - 1), 0)
+    expert, row, end, out_tile = _find_place(begin, plan, out_tiles, BLOCK_R)
+    row += WHO * ROWS
+    rows = _find_scaled(row, end, order, top_k, LAYOUT)
     first = 0
-    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
-        expert, row, end, out_tile = _find_place(tile, plan, out_tiles, 2 * GROUPS * ROWS)
-        row += WHO * 2 * ROWS
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
         if row < end:
             if GATE is None:
-                block = out_tile
-                other = block
+                block = out_tile * 2
+                other = block + 1
             else:
-                block = out_tile * HALF // SPAN
-                other = (out_tile * HALF + out) // SPAN
-            left_scales = w_scales + (expert * blocks + block) * steps
-            right_scales = w_scales + (expert * blocks + gl.minimum(other, blocks - 1)) * steps
-            own = row + gl.arange(0, ROWS, layout=ROW)
-            upper_rows, lower_rows = gl.minimum(own, end - 1), gl.minimum(own + ROWS, end - 1)
-            if order is not None:
-                upper_rows = gl.load(order + upper_rows).to(gl.int32) // top_k
-                lower_rows = gl.load(order + lower_rows).to(gl.int32) // top_k
-            upper = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
-            lower = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
-            upper_scale, lower_scale = gl.load(x_scales + upper_rows), gl.load(x_scales + lower_rows)
-            left_scale, right_scale = gl.load(left_scales).to(gl.float32), gl.load(right_scales).to(gl.float32)
+                block = out_tile
+                other = block + out // SPAN
+            own_scales = w_scales + (expert * blocks + block) * steps
+            other_scales = w_scales + (expert * blocks + gl.minimum(other, blocks - 1)) * steps
+            left = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
+            right = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
             for step in range(steps):
                 iteration = first + step
                 slot = iteration % STAGES
-                after = gl.minimum(step + 1, steps - 1)
-                next_upper = gl.load(x_scales + after * x_stride + upper_rows)
-                next_lower = gl.load(x_scales + after * x_stride + lower_rows)
-                next_left = gl.load(left_scales + after).to(gl.float32)
-                next_right = gl.load(right_scales + after).to(gl.float32)
                 mbarrier.wait(ready.index(slot), iteration // STAGES & 1)
-                right, box = weights.index(slot).permute((1, 0)), (slot * GROUPS + WHO) * 2
+                x, w = x_boxes.index(slot * GROUPS + WHO), slot * 2
                 part = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
-                part = warpgroup_mma(x_boxes.index(box), right, part, use_acc=False, is_async=True)
+                part = warpgroup_mma(x, weights.index(w).permute((1, 0)), part, use_acc=False, is_async=True)
+                # meanwhile; if loaded a step ahead, they would be waited for before the MMA
+                x_scale = gl.load(x_scales + step * x_stride + rows)
+                scale = (x_scale * gl.load(own_scales + step).to(gl.float32))[:, None]
+                other_scale = (x_scale * gl.load(other_scales + step).to(gl.float32))[:, None]
+                if GATE is not None:
+                    scale = gl.where(is_gate, scale, other_scale)
+                    other_scale = scale
                 part = warpgroup_mma_wait(0, deps=(part,))
-                upper += part * gl.where(
-                    is_left, (upper_scale * left_scale)[:, None], (upper_scale * right_scale)[:, None]
-                )
-                part = warpgroup_mma(x_boxes.index(box + 1), right, part, use_acc=False, is_async=True)
+                left += part * scale
+                part = warpgroup_mma(x, weights.index(w + 1).permute((1, 0)), part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 mbarrier.arrive(free.index(slot))
-                lower += part * gl.where(
-                    is_left, (lower_scale * left_scale)[:, None], (lower_scale * right_scale)[:, None]
-                )
-                upper_scale, lower_scale, left_scale, right_scale = next_upper, next_lower, next_left, next_right
-            _finish(upper, y, y_rows, None, None, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
-            if row + ROWS < end:
-                _finish(lower, y, y_rows, None, None, y_boxes.index(WHO), expert, row + ROWS, end, out, out_tile, GATE)
+                right += part * other_scale
+            box, half_tile = y_boxes.index(WHO), out_tile * 2
+            entry = _load_entry(following, plan, out_tiles)
+            if y_scales is None:
+                _finish(left, y, y_rows, None, None, box, expert, row, end, out, half_tile, GATE)
+            else:
+                left, right = _activate_rounded(left, GATE), _activate_rounded(right, GATE)
+                scale = _find_scale(left, right)
+                own = row + gl.arange(0, ROWS, layout=scale.type.layout)
+                gl.store(y_scales + out_tile * y_stride + own, scale, mask=own < end)
+                dtype: gl.constexpr = y_rows.dtype.element_ty
+                _store(_quantize(left, scale, dtype), y, y_rows, box, row, end, half_tile * HALF, out)
+            next_expert, next_row, next_end, next_tile = _place_in(entry, following, out_tiles, BLOCK_R)
+            next_row += WHO * ROWS
+            rows = _find_scaled(next_row, next_end, order, top_k, LAYOUT)
+            if y_scales is None:
+                _finish(right, y, y_rows, None, None, box, expert, row, end, out, half_tile + 1, GATE)
+            else:
+                _store(_quantize(right, scale, dtype), y, y_rows, box, row, end, half_tile * HALF + HALF, out)
         else:
             _pass_over(first, steps, memory)
+            next_expert, next_row, next_end, next_tile = _find_place(following, plan, out_tiles, BLOCK_R)
+            next_row += WHO * ROWS
+            rows = _find_scaled(next_row, next_end, order, top_k, LAYOUT)
         first += steps
+        expert, row, end, out_tile = next_expert, next_row, next_end, next_tile
     tma.store_wait(0)
 
 
@@ -362,8 +403,34 @@ def _finish(acc, y, y_rows, scales, bias, box, expert, row, end, out, out_tile, 
         _store(left, y, y_rows, box, row, end, first, out)
         _store(right, y, y_rows, box, row, end, first + HALF, out)
     else:
-        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [left, right], dtype=gl.bfloat16, is_pure=True, pack=2)
-        _store(m, y, y_rows, box, row, end, first, out)
+        _store(_activate(left, right, GATE), y, y_rows, box, row, end, first, out)
+
+
+@jit
+def _activate(gates, ups, GATE: gl.constexpr):
+    """gated_activate of projections in bf16."""
+    return gl.inline_asm_elementwise(GATE, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def _activate_rounded(acc, GATE: gl.constexpr):
+    """gated_activate of projections [ROWS, outs], which are rounded, in float32."""
+    gates, ups = _halves(acc)
+    return _activate(gates.to(gl.bfloat16), ups.to(gl.bfloat16), GATE).to(gl.float32)
+
+
+@jit
+def _find_scale(left, right):
+    """The scales of rows of x for fp8, as `row_kernels.quantize_rows` computes them, by the halves of SPAN columns."""
+    largest = gl.maximum(gl.max(gl.abs(left), 1), gl.max(gl.abs(right), 1))
+    return gl.maximum(largest, 1e-4) / 448.0 + gl.sum(left * 0.0 + right * 0.0, 1)  # NaN where x has one, or an inf
+
+
+@jit
+def _quantize(x, scale, dtype: gl.constexpr):
+    """Numbers of [ROWS, 64] in fp8, which keeps those above its largest there, in the order of the layout wgmma."""
+    scaled = x / scale[:, None]
+    return scaled.reshape([ROWS, 4, 2, 4, 2]).permute((0, 3, 1, 4, 2)).reshape([ROWS, 64]).to(dtype)
 
 
 @jit
@@ -381,44 +448,44 @@ def _store(values, y, y_rows, box, row, end, column, out):
         gl.store(places, box.load(STORED), mask=(rows < end)[:, None] & (columns < out)[None, :])
 
 
-@jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks", "top_k"])
-def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, steps, out_tiles, num, x_stride, blocks,
-              top_k, GATE: gl.constexpr, MMAS: gl.constexpr, HALF: gl.constexpr,
+@jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks", "top_k", "y_stride"])
+def _multiply(x, weight, y, y_rows, y_scales, bias, x_scales, w_scales, order, plan, out, steps, out_tiles, num,
+              x_stride, blocks, top_k, y_stride, GATE: gl.constexpr, MMAS: gl.constexpr, HALF: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     """Some tiles of a plan of `num` entries, over steps of COLUMNS columns.
 
     out: columns of y. In fp8 there are scales, of rows or, with an order, of tokens: one each, or one for each step,
-    x_stride apart.
+    x_stride apart. If y is in fp8, it has scales y_stride apart.
     """
     wait_for_inputs(True)
     BITS: gl.constexpr = 1024 // COLUMNS
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    stored: gl.constexpr = HALF
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS * MMAS, ROWS, COLUMNS], OPERAND)
-    w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, COLUMNS], OPERAND)
-    y_boxes = gl.allocate_shared_memory(y.dtype, [GROUPS, ROWS, stored], y_layout)
+    STORED_BITS: gl.constexpr = y.dtype.primitive_bitwidth
+    y_layout: gl.constexpr = gl.NVMMASharedLayout(min(HALF * STORED_BITS // 8, 128), STORED_BITS, 2)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, ROWS, COLUMNS], OPERAND)
+    w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * MMAS * 2, HALF, COLUMNS], OPERAND)
+    y_boxes = gl.allocate_shared_memory(y.dtype, [GROUPS, ROWS, HALF], y_layout)
     ready, free = make_barriers()
 
     sizes = (out, steps, out_tiles, num)
     memory = (x_boxes, w_boxes, y_boxes, ready, free)
     scales = (x_scales, w_scales, x_stride, blocks, order, top_k)
-    if MMAS == 1 and bias is None and GATE is None:
+    if MMAS == 2:
+        gl.warp_specialize(
+            [
+                (_consume_blocks, (y, y_rows, y_scales, y_stride, scales, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume_blocks, (y, y_rows, y_scales, y_stride, scales, plan, sizes, memory, 1, GATE, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
+            ],
+            [4, 1],  # warps
+            [232, 40],  # registers a thread
+        )
+    elif bias is None and GATE is None:
         gl.warp_specialize(
             [
                 (_consume_late, (y, y_rows, scales, plan, sizes, memory, 0, HALF)),
                 (_consume_late, (y, y_rows, scales, plan, sizes, memory, 1, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, False, MMAS, HALF)),
-            ],
-            [4, 1],  # warps
-            [232, 40],  # registers a thread
-        )
-    elif MMAS == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 0, GATE, HALF)),
-                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 1, GATE, HALF)),
-                (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
             [232, 40],
@@ -426,8 +493,8 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
     else:
         gl.warp_specialize(
             [
-                (_consume_blocks, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
-                (_consume_blocks, (y, y_rows, scales, plan, sizes, memory, 1, GATE, HALF)),
+                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume, (y, y_rows, bias, scales, plan, sizes, memory, 1, GATE, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
@@ -454,7 +521,7 @@ def write_gate(gate: Gate | None) -> str | None:
 
 @cache
 def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
-    return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(128, bits, 2))
+    return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(min(columns * bits // 8, 128), bits, 2))
 
 
 def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
@@ -469,16 +536,16 @@ def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
     return Plan(tiles, num, block_rows)
 
 
-def plan_fp8(ends: Tensor, rows: int, weight: PackedWeight) -> Plan:
-    """The plan of `multiply_fp8` by weights in this one's format."""
-    return make_plan(ends, rows, _block_rows(_tile_of(weight)))
+def plan_fp8(ends: Tensor, rows: int) -> Plan:
+    """The plan of `multiply_fp8`, by weights in any format."""
+    return make_plan(ends, rows, BLOCK_ROWS)
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with a gate, some
     kinds of which are a launch of their own"""
-    plan, written = make_plan(ends, len(x), _block_rows(PLAIN)), write_gate(gate)
-    y = _launch(x, weight, plan, bias, None, None, None, 1, written, PLAIN)
+    plan, written = make_plan(ends, len(x), BLOCK_ROWS), write_gate(gate)
+    y, _ = _launch(x, weight, plan, bias, None, None, None, 1, written, PLAIN)
     return activate_gates(y, *gate) if gate is not None and written is None else y
 
 
@@ -495,32 +562,46 @@ def multiply_fp8(
     tile = _tile_of(weight)
     assert gate is None or written is not None, f"the kernel has no {gate}"
     assert bias is None or tile is BY_ROWS, "the kernel of blocks has no biases"
-    return _launch(x, values, plan, bias, x_scales, scales, order, top_k, written, tile)
+    return _launch(x, values, plan, bias, x_scales, scales, order, top_k, written, tile)[0]
+
+
+def multiply_and_quantize(
+    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: Gate, order: Tensor | None = None,
+    top_k: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`quantize_rows` in fp8 by 128 columns, in the order of the layout wgmma, of `multiply_fp8`, to the bit
+
+    The weight is in blocks, and has a multiple of 128 gate projections. -> fp8[P, O / 2], and scales as x_scales
+    """
+    values, scales, written = weight.parts["values"].view(FP8), weight.parts["scales"], write_gate(gate)
+    assert written is not None, f"the kernel has no {gate}"
+    made, made_scales = _launch(x, values, plan, None, x_scales, scales, order, top_k, written, BY_BLOCKS, FP8)
+    assert made_scales is not None, "numbers in fp8 have scales"
+    return made, made_scales
 
 
 def _tile_of(weight: PackedWeight) -> Tile:
     return BY_ROWS if block_of(weight.type)[-2] == 1 else BY_BLOCKS
 
 
-def _block_rows(tile: Tile) -> int:
-    return int(GROUPS.value * tile.mmas * ROWS.value)
-
-
 def _launch(x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None, x_scales: Tensor | None,
-            w_scales: Tensor | None, order: Tensor | None, top_k: int, gate: str | None,
-            tile: Tile) -> Tensor:  # fmt: skip
+            w_scales: Tensor | None, order: Tensor | None, top_k: int, gate: str | None, tile: Tile,
+            dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     (rows, inner), (experts, outs, _), gpu = x.shape, weight.shape, find_gpu(x.device)
-    assert plan.block_rows == _block_rows(tile), "the plan is of other tiles"
+    assert plan.block_rows == BLOCK_ROWS, "the plan is of other tiles"
     out = outs if gate is None else outs // 2
-    y = x.new_empty(rows, out, dtype=torch.bfloat16)
+    assert tile.mmas == 1 or out % SPAN.value == 0, "gate and up projections share no block"
+    y = x.new_empty(rows, out, dtype=dtype)
+    y_scales = x.new_empty(out // SPAN.value, rows, dtype=torch.float32).t() if dtype == FP8 else None
     half, bits = tile.outs // 2, 1024 // tile.columns
-    out_tiles = -(-out // (tile.outs if gate is None else half))
+    out_tiles = -(-out // (tile.mmas * (tile.outs if gate is None else half)))
     _multiply[(min(gpu.units, plan.num * out_tiles),)](
         _descriptors(ROWS.value, tile.columns, bits).find(x, (rows, inner), x.stride()),
         _descriptors(half, tile.columns, bits).find(weight, (experts * outs, inner), (inner, 1)),
-        _descriptors(ROWS.value, half, 16).find(y, (rows, out), (out, 1)),
-        y, bias, x_scales, w_scales, order, plan.tiles, out, -(-inner // tile.columns), out_tiles, plan.num,
+        _descriptors(ROWS.value, half, 8 * dtype.itemsize).find(y, (rows, out), (out, 1)),
+        y, y_scales, bias, x_scales, w_scales, order, plan.tiles, out, -(-inner // tile.columns), out_tiles, plan.num,
         0 if x_scales is None else x_scales.stride(1), 0 if w_scales is None else w_scales.shape[1], top_k,
-        gate, tile.mmas, half, tile.columns, num_warps=4, maxnreg=168, launch_pdl=True,
+        0 if y_scales is None else y_scales.stride(1), gate, tile.mmas, half, tile.columns, num_warps=4,
+        maxnreg=168, launch_pdl=True,
     )  # fmt: skip
-    return y
+    return y, y_scales

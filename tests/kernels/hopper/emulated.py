@@ -110,7 +110,8 @@ class Descriptor:
 
     def fill(self, begin: list[Any], source: Memory) -> None:
         place, inside = self._places(begin, source)
-        self.flat[place[inside]] = source.tensor[inside]
+        stored = source.tensor if source.tensor.dtype == self.flat.dtype else source.tensor.view(self.flat.dtype)
+        self.flat[place[inside]] = stored[inside]
 
     def _places(self, begin: list[Any], box: Memory) -> tuple[Tensor, Tensor]:
         """Where in memory the elements of a box are, and which are within the tensor."""
@@ -141,7 +142,10 @@ def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     offset = torch.as_tensor(pointer.offset)
     x, offset = torch.broadcast_tensors(torch.as_tensor(x), offset)
     mask = torch.as_tensor(True if mask is None else mask).broadcast_to(offset.shape)
-    _flat(pointer.tensor)[offset[mask]] = x[mask].to(pointer.tensor.dtype)
+    flat, x = _flat(pointer.tensor), x.to(pointer.tensor.dtype)
+    if x.itemsize == 1:  # torch indexes no fp8
+        flat, x = flat.view(torch.uint8), x.view(torch.uint8)
+    flat[offset[mask]] = x[mask]
 
 
 def _atomic_add(pointer: Pointer, x: int, **_: Any) -> Any:

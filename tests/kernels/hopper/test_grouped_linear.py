@@ -11,15 +11,17 @@ from kernels.checks import poisoned
 from kernels.compiling import compile_for_hopper
 from kernels.hopper.emulated import Value, WarpGroups, emulate, value
 from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw, make
+from kernels.triton.linear.test_row_kernels import in_order
 
 from atom.graph import PackedWeight, ops
+from atom.graph.quantize_rows import quantize_rows as ops_quantize
 from atom.graph.quantize_rows import round_rows
 from atom.kernels.hopper import grouped_linear as grouped_hopper
 from atom.kernels.hopper import warp_groups
 from atom.kernels.hopper.experts import unpack_experts
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows, span_of
+from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
 COMPILE = """
 import sys, torch, triton
@@ -65,8 +67,10 @@ order = torch.zeros(600, dtype=torch.int64)
 for fmt, spans in ("fp8[128, 128]", 4), ("fp8[1, *]", 1):
     experts = shuffle(draw(fmt, 4, 256, 512))
     for gate, own in (None, ()), (silu, (order, 8)):
-        plan = grouped_hopper.plan_fp8(ends, len(x), experts)
+        plan = grouped_hopper.plan_fp8(ends, len(x))
         grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(spans, 600).t(), experts, plan, None, gate, *own)
+    if spans > 1:
+        grouped_hopper.multiply_and_quantize(x.to(FP8), torch.zeros(spans, 600).t(), experts, plan, silu, order, 8)
 """
 
 
@@ -74,7 +78,7 @@ for fmt, spans in ("fp8[128, 128]", 4), ("fp8[1, *]", 1):
 @pytest.mark.parametrize("share", ["few", "all"])
 def test_they_compile_for_such_a_gpu(share: str):
     done = compile_for_hopper(COMPILE, share)
-    assert done.stdout.count("compiled") == (1 if share == "few" else 2) * (2 + len(FORMATS)) + 4
+    assert done.stdout.count("compiled") == (1 if share == "few" else 2) * (2 + len(FORMATS)) + 5
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 
 
@@ -170,12 +174,26 @@ def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
     scales = torch.rand(inner // span, num // 2).t() + 0.5
     numbers = tokens.float() * scales.repeat_interleave(span, 1)
     rows = tokens.view(torch.uint8)[order // 2].view(FP8)
-    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num, weight)
+    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
     truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
     weight = poisoned(weight, torch.tensor(counts) == 0)
     for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
         y = emulated.multiply_fp8(rows, given, weight, plan, None, gate, *pairs)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
+
+
+@pytest.mark.parametrize("counts", [[1], [0, 63, 65, 0, 128, 131]])
+def test_gated_rows_are_quantized_by_these_programs(counts: list[int], emulated: SimpleNamespace):
+    num, inner, width = sum(counts), 128, 256
+    x, scales = torch.randn(num, inner).to(FP8), torch.rand(1, num).t() + 0.5
+    weight = draw("fp8[128, 128]", len(counts), 2 * width, inner, dtype="fp32")
+    weight.parts["scales"].div_(256)
+    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
+    m = emulated.multiply_fp8(x, scales, weight, plan, None, SILU)
+    expected, expected_scales = ops_quantize(m, "fp8[1, 128]")
+    values, made = emulated.multiply_and_quantize(x, scales, weight, plan, SILU)
+    assert torch.equal(in_order(QuantizedRows(values, made, num, True), width), expected.view(torch.uint8))
+    assert made.stride(0) == 1 and torch.equal(made, expected_scales)
 
 
 def ends_of(counts: list[int]) -> torch.Tensor:
@@ -223,16 +241,30 @@ class TestOnHopper:
     @COUNTS
     @GATES
     @IN_FP8
-    @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640), (64, 128), (1024, 2048)])
+    @pytest.mark.parametrize(("width", "inner"), [(384, 256), (768, 640), (128, 128), (1024, 2048)])
     def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any, fmt: str, act: str):
         weight, x = scaled(fmt, len(counts), 2 * width, inner), make(sum(counts), inner)
         plain, shuffled = unpack_experts(weight, torch.float32), shuffle(poisoned(weight, torch.tensor(counts) == 0))
-        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x), weight), round_rows(x, act)
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, act)
         values, scales, *_ = quantize_rows(x, span_of(act, inner), FP8, is_shuffled=True)
         check(
             lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, None, gate),
             rounded, counts, plain, None, gate,
         )  # fmt: skip
+
+    @COUNTS
+    @pytest.mark.parametrize("gate", [SILU, CLAMPED])
+    def test_gated_rows_are_quantized_to_the_bit(self, counts: list[int], gate: Gate):
+        weight, x = scaled("fp8[128, 128]", len(counts), 2 * 384, 640), make(sum(counts), 640)
+        x[-1] *= torch.nan
+        shuffled, plan = shuffle(weight), grouped_hopper.plan_fp8(ends_of(counts), len(x))
+        values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
+        m = grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, None, gate)
+        expected = quantize_rows(m, 128, FP8, is_shuffled=True)
+        made, made_scales = grouped_hopper.multiply_and_quantize(values[: len(x)], scales, shuffled, plan, gate)
+        assert made_scales[-1].isnan().all()
+        assert torch.equal(made[:-1].view(torch.uint8), expected.values[: len(x) - 1].view(torch.uint8))
+        assert torch.equal(made_scales[:-1], expected.scales[: len(x) - 1])
 
     @IN_FP8
     def test_rows_in_fp8_find_the_scales_of_their_tokens(self, fmt: str, act: str):
@@ -240,7 +272,7 @@ class TestOnHopper:
         order = torch.randperm(512, device="cuda")
         weight = scaled(fmt, len(counts), 384, 640)
         plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
-        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512, weight), round_rows(tokens, act)
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512), round_rows(tokens, act)
         values, scales, *_ = quantize_rows(tokens, span_of(act, 640), FP8, is_shuffled=True)
         rows = values[order // 2]
         check(

@@ -23,6 +23,7 @@ WAYS: tuple[tuple[str, Any, str], ...] = (
     ("groups", packed_hopper, "multiply_grouped"),
     ("many", grouped_packed_hopper, "multiply"),
     ("fp8", grouped_hopper, "multiply_fp8"),
+    ("fp8", grouped_hopper, "multiply_and_quantize"),
     ("plain groups", moe, "multiply_plain"),
     ("many plain", grouped_hopper, "multiply"),
 )

@@ -26,11 +26,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import atom
 from atom.devices import count_devices, find_device
+from atom.jobs.forked_load import end_with
 from scripts.bench_results import Origin, Result, find_origin, is_less_better, number, save, shorten
 from scripts.bench_rows import (
     AGENTS,
@@ -153,7 +155,8 @@ def main() -> int:
 
 def run_isolated(work: Callable[..., Any], *given: Any) -> Any:
     """Run a function in a process, which frees all GPU memory when it ends."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=end_with, initargs=(os.getpid(),)) as pool:
         return pool.submit(work, *given).result()
 
 
@@ -637,7 +640,10 @@ def time_start(model: Path, folder: Path, setup: Sequence[str]) -> float:
     env = {**os.environ, "TMPDIR": str(temporary), "TRITON_HOME": str(folder)}
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=ROOT) as process:
+        ends_with_this = partial(end_with, os.getpid())
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=ROOT, preexec_fn=ends_with_this
+        ) as process:
             assert process.stdout is not None
             first = os.read(process.stdout.fileno(), 1)
             seconds = time.perf_counter() - started

@@ -37,6 +37,21 @@ STALE, NO_RUN, BROKEN = "does not apply", "its tests do not run", "its tests fai
 PASSED, FAILED = 0, 1  # pytest's exit statuses
 
 
+# kills the groups that it has read of and that have not ended, once this process has, in whatever way
+WATCH = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
 @dataclass(frozen=True)
 class Mutant:
     name: str
@@ -86,7 +101,24 @@ def copy_tree(root: Path, copy: Path) -> None:
             shutil.copy2(root / name, copy / name)
 
 
-def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) -> tuple[int | None, str]:
+class Groups:
+    """Process groups that do not outlive this process."""
+
+    def __enter__(self) -> Groups:
+        self._watch = subprocess.Popen([sys.executable, "-c", WATCH], stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._watch.stdin is not None
+        self._watch.stdin.close()
+        self._watch.wait()
+
+    def note(self, group: int, *, runs: bool) -> None:
+        assert self._watch.stdin is not None
+        os.write(self._watch.stdin.fileno(), f"{'+' if runs else '-'}{group}\n".encode())  # whole, whichever thread
+
+
+def run_tests(tests: Iterable[str], tree: Path, groups: Groups, seconds: float | None = None) -> tuple[int | None, str]:
     """pytest's exit status, None if it did not end in time; and what it printed."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", "-m", "not slow"]
@@ -95,6 +127,7 @@ def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) ->
             [*command, *tests], cwd=tree, env=env, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        groups.note(process.pid, runs=True)
         try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -102,6 +135,7 @@ def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) ->
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            groups.note(process.pid, runs=False)  # while no other process can have its number
             process.wait()
         output.seek(0)
         return status, output.read()
@@ -113,7 +147,7 @@ def find_failed(tests: Iterable[str], output: str) -> set[str]:
     return {test for test in tests if any(line == test or line.startswith((f"{test} ", f"{test}[")) for line in failed)}
 
 
-def judge(mutant: Mutant, base: Path) -> Verdict:
+def judge(mutant: Mutant, base: Path, groups: Groups) -> Verdict:
     """Run a fault's tests in a copy of the tree that has it."""
     with tempfile.TemporaryDirectory(prefix="atom-mutant-") as folder:
         tree = Path(folder) / "tree"
@@ -122,7 +156,7 @@ def judge(mutant: Mutant, base: Path) -> Verdict:
             return Verdict(STALE, reason)
         for name in re.findall(r"^\+\+\+ b/(.+)$", mutant.path.read_text(), re.MULTILINE):
             os.utime(tree / name, (1, 1))  # bytecode of a file as large, written in the same second, would count
-        status, output = run_tests(mutant.tests, tree, TIMEOUT)
+        status, output = run_tests(mutant.tests, tree, groups, TIMEOUT)
     if status is None:
         return Verdict(CAUGHT, f"no end within {TIMEOUT} s")
     if status not in (PASSED, FAILED):
@@ -135,10 +169,10 @@ def judge(mutant: Mutant, base: Path) -> Verdict:
     return Verdict(SURVIVED, "passed: " + " ".join(sorted(passed)))
 
 
-def find_broken(mutants: Sequence[Mutant], base: Path) -> dict[Mutant, Verdict]:
+def find_broken(mutants: Sequence[Mutant], base: Path, groups: Groups) -> dict[Mutant, Verdict]:
     """The faults with a test that fails without them too."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    status, output = run_tests(tests, base)
+    status, output = run_tests(tests, base, groups)
     if status not in (PASSED, FAILED):
         raise SystemExit(f"mutants: the tests do not run\n{output}")
     failed = find_failed(tests, output)
@@ -161,14 +195,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="tests of how many run at once")
     options = parser.parse_args(arguments)
     mutants = read_mutants(root, options.only)
-    with tempfile.TemporaryDirectory(prefix="atom-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="atom-mutants-") as folder, Groups() as groups:
         base = Path(folder) / "tree"
         copy_tree(root, base)
-        broken = find_broken(mutants, base) if mutants else {}
+        broken = find_broken(mutants, base, groups) if mutants else {}
 
         def judge_timed(mutant: Mutant) -> Verdict:
             begun = time.perf_counter()
-            verdict = broken.get(mutant) or judge(mutant, base)
+            verdict = broken.get(mutant) or judge(mutant, base, groups)
             seconds = time.perf_counter() - begun
             print(f"{verdict.kind:8}  {mutant.name}  {seconds:.0f} s  {verdict.details}".rstrip(), flush=True)
             return verdict

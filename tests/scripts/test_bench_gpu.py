@@ -6,8 +6,10 @@ import itertools
 import json
 import math
 import os
+import select
 import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -253,3 +255,20 @@ def test_an_unknown_row_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any)
     with pytest.raises(SystemExit, match="2"):
         bench_gpu.main()
     assert "unknown row 8b-2" in capsys.readouterr().err
+
+
+WORK = "import os, time\ndef work():\n    print(os.getpid(), flush=True)\n    time.sleep(600)\n"
+
+
+def test_a_measurement_ends_with_a_script_that_is_killed(tmp_path: Path):
+    (tmp_path / "measuring.py").write_text(WORK)
+    script = "from measuring import work; from scripts.bench_gpu import run_isolated; run_isolated(work)"
+    env = {**os.environ, "PYTHONPATH": f"{Path(bench_gpu.__file__).parents[1]}:{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    assert parent.stdout is not None
+    ended = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert select.select([ended], [], [], 60)[0], "it measures still"
+    os.close(ended)

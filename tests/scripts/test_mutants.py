@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import select
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +25,15 @@ def test_zero(): assert add(0, 0) == 0
 @pytest.mark.parametrize("a", [0, 1])
 def test_each(a): assert add(a, 1) == a + 1
 def test_wrong(): assert add(1, 1) == 3
+"""
+HANGS = """\
+import os, subprocess
+
+def test_sum():
+    child = subprocess.Popen(["sleep", "600"])
+    with open(os.environ["FIFO"], "w") as fifo:
+        fifo.write(str(child.pid))
+    child.wait()
 """
 DIFF = """\
 diff --git a/module.py b/module.py
@@ -151,3 +163,19 @@ def test_each_fault_applies_and_names_tests_that_exist(path: Path):
 def test_the_tests_catch_the_faults_of_the_list():
     assert len(read_mutants(ROOT)) > 50
     assert main([]) == 0
+
+
+def test_tests_end_with_a_run_that_is_killed(tree: Path):
+    fifo = tree / "fifo"
+    os.mkfifo(fifo)
+    (tree / "tests/test_module.py").write_text(HANGS)
+    plant(tree, "minus", "a - b", "test_sum")
+    script = "import sys, pathlib; from scripts.mutants import main; main([], pathlib.Path(sys.argv[1]))"
+    env = {**os.environ, "FIFO": str(fifo)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tree)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL
+    ) as run:
+        ended = os.pidfd_open(int(fifo.read_text()))  # waits until it is written
+        run.kill()
+    assert select.select([ended], [], [], 60)[0], "a child of pytest is left"
+    os.close(ended)

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,10 @@ from atom.errors import CapacityError
 from atom.jobs.forked_load import end_with
 
 T = TypeVar("T")
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error that was sent from a fork: its traceback there, as text."""
 
 
 class Forks(Generic[T]):
@@ -65,7 +70,8 @@ class Forks(Generic[T]):
                         ) from None
                     continue
                 if error is not None:
-                    raise error
+                    fault, trace = error
+                    raise fault from WorkerTraceback(trace)
                 num_left -= 1
                 yield number, result
 
@@ -73,11 +79,11 @@ class Forks(Generic[T]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process's parent ends it
         end_with(self._parent)
         while (number := self._take()) < self._num_calls:
-            answer: tuple[int, Any, Exception | None]
+            answer: tuple[int, Any, tuple[Exception, str] | None]
             try:
                 answer = number, self._function(number), None
             except Exception as error:  # raised by the process that reads it
-                answer = number, None, error
+                answer = number, None, (error, traceback.format_exc())
             results.send(answer)
 
     def _take(self) -> int:

@@ -30,8 +30,9 @@ def test_what_a_call_raises_is_raised_here():
             raise ConfigError("not this one")
         return number
 
-    with pytest.raises(ConfigError, match="not this one"), Forks(refuse, 3, 2) as forks:
+    with pytest.raises(ConfigError, match="not this one") as raised, Forks(refuse, 3, 2) as forks:
         list(forks)
+    assert 'in refuse\n    raise ConfigError("not this one")' in str(raised.value.__cause__), "where it was raised"
 
 
 def test_processes_that_are_killed_are_not_waited_for():

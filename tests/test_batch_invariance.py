@@ -151,7 +151,7 @@ def test_tiles_are_not_tuned_by_rows(checkpoints: Callable[[str], Path]):
         check_tune(replace(config, tune=True), "cuda")
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False)])
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_the_variable_of_vllm_sets_it(
     value: str, expected: bool, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):

@@ -23,9 +23,9 @@ def releases_gil(call: Callable[[], object]) -> bool:
 
     interval = sys.getswitchinterval()
     thread = threading.Thread(target=tick)
-    thread.start()
     try:
-        sys.setswitchinterval(1000)
+        sys.setswitchinterval(1000)  # ahead of its first wait for the lock, which would force this one off after 5 ms
+        thread.start()
         for _ in range(MAX_CALLS):
             result = None  # freed before the count: that releases the lock too if it is a tensor
             before = num_ticks

@@ -114,7 +114,7 @@ def answers_of_none(case_of: Callable[[str], Case]) -> Callable[[str], list[list
     return get
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "limits", "run_ahead"),
     [(name, limits, (at + place) % 3) for at, name in enumerate(METHODS) for place, limits in enumerate(LIMITS)],

@@ -36,6 +36,7 @@ def tower_of(config: Config) -> tuple[VisionConfig, Processor]:
     return tower, processor_of(tower)
 
 
+@pytest.mark.sampled(3)
 @torch.inference_mode()
 @pytest.mark.parametrize("is_original", [True, False], ids=["as on the hub", "as transformers names them"])
 @pytest.mark.parametrize("name", pixtral.FORMS)

@@ -134,7 +134,7 @@ def as_input(arguments: str) -> Any:
     return from_json(arguments or "{}", allow_partial=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize(("tool_format", "text", "content", "calls", "are_whole"), KINDS)
 def test_an_answer_is_the_same_streamed_and_whole(

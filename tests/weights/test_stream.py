@@ -153,6 +153,7 @@ def test_every_recipe_is_what_torch_makes_of_the_tensors(
     assert len(counted) > 1000 if buffer == 4 else len(counted) < 1000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

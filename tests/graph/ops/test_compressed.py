@@ -68,6 +68,7 @@ def test_pooled_runs_are_those_of_deepseek_v4(kind: str, num_tokens: int):
     assert not pooled[rest].any(), "tokens that end no run have zeros"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("overlaps", "every"), [(True, 4), (False, 4), (False, 8), (True, 2)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("max_tokens", [1, 3, 30])

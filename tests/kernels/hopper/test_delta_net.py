@@ -62,6 +62,7 @@ def check(device: str, run: Callable[..., Tensor], count: int, kept: int, sizes:
         assert_as_near(one, other, exact)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 3), (9, 1)])
 def test_decodes_equal_the_reference_by_these_programs(

@@ -216,6 +216,7 @@ def test_each_token_goes_through_its_experts_by_these_programs(
     check_experts(fmt, kind, sizes, emulated, "cpu", ((1, False), (2, True)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("fmt", "width", "top_k"), [("fp8[128, 128]", 384, 3), ("mxfp4", 352, 4), ("fp8[1, *]", 576, 1),
                                                     ("int4[1, 128]", 512, 2)])  # fmt: skip
 def test_each_token_goes_through_its_experts_by_programs_of_half_the_columns(

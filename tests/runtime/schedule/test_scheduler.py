@@ -814,6 +814,7 @@ Serving.TestCase.settings = settings(
 TestServing = Serving.TestCase
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 9, 14, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(kinds: list[StateKind], num_blocks: int, prefix: bool) -> None:

@@ -201,7 +201,7 @@ def test_what_a_model_writes_is_read_as_its_calls(name: str):
     assert (answer.content.strip(), all(answer.whole)) == ("", True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_streamed_and_whole_answers_agree_on_almost_calls(name: str):
     check_mutations(name, 12)

@@ -8,6 +8,7 @@ Libraries are compiled for the instructions of this CPU, which are part of their
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,12 @@ def _without(flag: str) -> str:
     return "-mno-" + (flag.replace("_", "-") if flag.startswith("amx") else flag.replace("_", ""))
 
 
+def accepted(compiler: str, flags: Sequence[str]) -> list[str]:
+    """Those of the flags that a compiler takes: one that refuses -mno-avx512fp16 writes no such instruction."""
+    command = [compiler, "-fsyntax-only", "-x", "c++", os.devnull]
+    return [flag for flag in flags if subprocess.run([*command, flag], capture_output=True).returncode == 0]
+
+
 def find_compiler() -> str | None:
     """The path of a C++ compiler that takes GCC's flags."""
     return shutil.which("g++") or shutil.which("clang++")
@@ -134,7 +141,7 @@ def _compile(source: str) -> bytes:
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     with temporary_folder() as folder, Path(folder, "errors.txt").open("w+") as errors:
         made = Path(folder) / LIBRARY
-        flags = [*FLAGS, *FLAGS_OF.get(source, ()), *map(_without, left_out())]
+        flags = [*FLAGS, *FLAGS_OF.get(source, ()), *accepted(compiler, [*map(_without, left_out())])]
         command = [compiler, *flags, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
         code = _run(command, folder, errors)
         if code == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too

@@ -218,11 +218,18 @@ def test_a_cache_in_fp8_is_that_of_its_own_text(folder: Path):
                 assert (ours[name].matmuls, ours[name].attention) == (costs.matmuls, costs.attention)
 
 
-def test_layouts_share_the_semantic_text_and_leave_it_as_it_is(folder: Path):
-    config = load(overrides(folder, "gpu"))
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_layouts_share_the_semantic_text_and_leave_it_as_it_is(
+    name: str, folder: Path, checkpoints: Callable[[str], Path]
+):
+    model = [f"checkpoint={checkpoints(name)}"] if name != "llama" else []
+    config = load([*overrides(folder, "gpu"), *model])
+    num_experts = max((mlp.experts or 0 for mlp in config.model.mlps), default=0)
+    assert (num_experts > 0) == (name == "qwen3_moe")
     (fmt,), _ = find_formats(config, load_gpu(config.job.gpu), read_load(config))
     target, before = Target("cuda", frozenset()), show(fmt.written)
-    for parallel in [*engine_layouts(2, num_experts=0), ParallelConfig(tensor=2, pipeline=2), ParallelConfig()]:
+    layouts = [*engine_layouts(2, num_experts=num_experts), ParallelConfig(tensor=2, pipeline=2), ParallelConfig()]
+    for parallel in layouts:
         candidate = compile_candidate(fmt, parallel, target)
         own = replace(fmt.config, parallel=parallel, level=1)
         apart = [compile_graph(own, target=target, stage=stage) for stage in range(parallel.pipeline)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.kernels.cpp.build import FLAGS, FOLDER, SOURCES, find_compiler
+from atom.kernels.cpp.build import FLAGS, FOLDER, SOURCES, accepted, find_compiler
 from atom.kernels.cpu import instruction_set
 
 KINDS = {"avx512_fp16": "sapphirerapids", "avx512": "x86-64-v4", "avx2": "x86-64-v3"}
@@ -35,3 +35,9 @@ def test_sources_are_valid_for(instructions: str) -> None:
         [*command, *(str(FOLDER / source) for source in SOURCES)], check=False, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_flag_that_an_old_compiler_refuses_is_left_out():
+    compiler = find_compiler()
+    assert compiler is not None, "the dev setup installs g++"
+    assert accepted(compiler, ["-mno-such-instructions", "-mno-avx2"]) == ["-mno-avx2"]

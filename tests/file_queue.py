@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -185,4 +186,5 @@ def print_outputs(folder: Path, codes: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then its processes are ended too
     sys.exit(run(int(sys.argv[1]), sys.argv[2:]))

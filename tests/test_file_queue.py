@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,12 @@ def module():
     pathlib.Path("ended").open("a").write("module ")
 @pytest.mark.parametrize("n", range(3))
 def test_it(n): BODY
+"""
+HANGS = """
+import os, pathlib, time
+def test_it():
+    pathlib.Path("fifo").write_text(str(os.getpid()))
+    time.sleep(600)
 """
 
 
@@ -59,6 +67,20 @@ def test_a_failure_and_a_crash_are_named_and_the_others_run(tmp_path: Path):
     assert "FAILED test_a.py::test_it[1] - assert 1 != 1" in output
     assert "FAILED test_b.py::test_it[1]: its process ended with -9" in output
     assert len((tmp_path / "collected").read_text().split()) == 4
+
+
+def test_a_run_that_is_terminated_ends_its_processes(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_a.py").write_text(HANGS)
+    source = Path(file_queue.__file__)
+    env = {**os.environ, "PYTHONPATH": str(source.parent), "TMPDIR": str(tmp_path)}
+    run = subprocess.Popen([sys.executable, str(source), "1"], cwd=tmp_path, env=env)
+    ended = os.pidfd_open(int((tmp_path / "fifo").read_text()))  # waits until it is written
+    run.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert select.select([ended], [], [], 0)[0], "its process runs on"
+    os.close(ended)
 
 
 @pytest.mark.parametrize(

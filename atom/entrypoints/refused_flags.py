@@ -141,7 +141,7 @@ VLLM_REFUSED = {
     "--set serve.http.log=json or text chooses the form of the log": """
         log-config-file logging-config log-error-stack disable-access-log-for-endpoints aggregate-engine-logging""",
     "a request says so itself: stream_options.include_usage": "enable-force-include-usage",
-    "a request says so itself: return_token_ids": "return-tokens-as-token-ids",
+    "a request says so itself: return_tokens_as_token_ids": "return-tokens-as-token-ids",
     "an answer has only its text, tokens and log probabilities; leave it out": """
         enable-return-routed-experts return-sampling-mask enable-trace-replay aux-output-config""",
     "answers have no system_fingerprint; leave it out": "fingerprint-mode fingerprint-value",

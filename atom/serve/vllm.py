@@ -44,7 +44,6 @@ INSTEAD = {
     "return_mm_kwargs": IMAGES,
     "return_prompt_text": "POST /tokenize with messages gives the prompt's token ids, and POST /detokenize their text",
     "return_token_offsets": "POST /tokenize with return_token_strs gives the text of each token; leave it out",
-    "return_tokens_as_token_ids": "return_token_ids adds the token ids",
     "routed_experts_prompt_start": "the experts of a token are not reported; leave it out",
     "session_id": "prompts that begin alike share their KV, in any session; leave it out",
     "spaces_between_special_tokens": "special tokens are written without spaces; leave it out",
@@ -102,7 +101,6 @@ ROUTES = {
     "/v1/unload_lora_adapter": "serve.allow_runtime_lora_updating=true adds it",
     "/v2/embed": "write POST /v1/embeddings",
     "/weight_checker": "POST /update_weights refuses what does not fit; GET /weight_info names the weights",
-    "/weight_version": "write GET /weight_info",
 }
 
 

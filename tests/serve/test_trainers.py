@@ -72,7 +72,8 @@ def assert_all(server: serving.Server, model: Any, version: str) -> None:
         choice = complete(server, number)
         tiny.assert_greedy(choice, list(BODY["prompt"]), model)  # type: ignore[call-overload]
         assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 12}]
-    assert ask(server, "GET", "/weight_info") == {"weight_version": version}
+    for path in ("/weight_info", "/weight_version"):
+        assert ask(server, "GET", path) == {"weight_version": version}
 
 
 def test_all_engines_answer_with_the_weights_of_an_update(
@@ -178,6 +179,37 @@ def test_only_an_operator_may(server: serving.Server):
     for path in ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"):
         assert wire.ask(server.url, "POST", path, {}).status == 401
         assert wire.ask(server.url, "POST", path, {}, headers={"x-api-key": "apps"}).status == 403
+
+
+SCORED = {"prompt": tiny.prompt(17, seed=4), "max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_eos": True,
+          "logprobs": 2, "prompt_logprobs": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}  # fmt: skip
+
+
+def test_engines_give_the_same_bits_and_transformers_log_probabilities_after_an_update(
+    trained: Any, checkpoints: Callable[[str], Path], start_server: Start
+):
+    server = start_server(
+        f"checkpoint={checkpoints('llama')}", "dtype=fp32", "level=1", "parallel.replicas=2", "batch_invariant=true",
+        "serve.block_size=4",
+    )  # fmt: skip
+    wire.wait_until(lambda: are_ready(server.url))
+    update(server, trained.state_dict(), version="trained")
+    with closing(wire.Stream(server.url, BODY | {"max_tokens": 300}, **{"X-data-parallel-rank": "1"})) as stream:
+        stream.read_events(1)  # engine 1 has another batch
+        one, other = (
+            wire.ask(server.url, "POST", "/v1/completions", SCORED, {"X-data-parallel-rank": str(engine)}).json
+            for engine in (0, 1)
+        )
+    (choice,) = one["choices"]
+    assert choice == other["choices"][0], "each number of the JSON"
+    prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
+    expected = tiny.logits(trained, prompt + tokens).log_softmax(-1)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
+    for place, logprob in enumerate(choice["logprobs"]["token_logprobs"], len(prompt)):
+        assert logprob == pytest.approx(expected[place - 1, tokens[place - len(prompt)]].item(), abs=2e-4)
+    for place in range(1, len(prompt)):
+        found = choice["prompt_logprobs"][place][str(prompt[place])]["logprob"]
+        assert found == pytest.approx(expected[place - 1, prompt[place]].item(), abs=2e-4)
 
 
 def stub_update(*names: str) -> dict[str, Any]:

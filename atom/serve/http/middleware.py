@@ -46,8 +46,9 @@ PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats", "/models/load", "/models/unload", "/pause",
-    "/resume", "/is_paused", "/abort_requests", "/update_weight_version", "/weight_info", "/get_world_size",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/resume", "/is_paused", "/abort_requests", "/update_weight_version", "/weight_info", "/weight_version",
+    "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update",
 )  # fmt: skip
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged

@@ -123,7 +123,7 @@ class Chat(OpenAIResponder[ChatRequest]):
         fields: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         tokenizer = self.context.tokenizer
         if self.body.logprobs:
-            logprobs = chat_logprobs(tokenizer, choice.logprobs, self.body.top_logprobs or 0)
+            logprobs = self._describe(choice.logprobs)
             fields["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
         if self.body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
@@ -135,6 +135,11 @@ class Chat(OpenAIResponder[ChatRequest]):
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         ids = {"prompt_token_ids": shown_tokens(self.context, self._prompts[0])} if self.body.return_token_ids else {}
         return super().response_body(choices, usage) | ids
+
+    def _describe(self, logprobs: list[Logprobs]) -> dict[str, Any]:
+        body = self.body
+        as_ids = bool(body.return_tokens_as_token_ids)
+        return chat_logprobs(self.context.tokenizer, logprobs, body.top_logprobs or 0, as_ids=as_ids)
 
     def open(self, active: ActiveResponse) -> Iterable[bytes]:
         super().open(active)
@@ -168,7 +173,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             return b""
         if self.body.logprobs:
             found, self._held[index] = self._held[index], []
-            logprobs = json.encode(chat_logprobs(self.context.tokenizer, found, self.body.top_logprobs or 0))
+            logprobs = json.encode(self._describe(found))
         if self.body.return_token_ids:
             ids, self._held_tokens[index] = b',"token_ids":%s' % json.encode(self._held_tokens[index]), []
         if output.finish is not None:

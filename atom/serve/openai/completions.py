@@ -87,7 +87,9 @@ class Completion(OpenAIResponder[CompletionRequest]):
         fields: dict[str, Any] = {"index": choice.index, "text": echo + text, "logprobs": None}
         if body.logprobs is not None:
             shown = scored if body.echo else []
-            fields["logprobs"] = completion_logprobs(tokenizer, [*shown, *logprobs], body.logprobs, first)
+            fields["logprobs"] = completion_logprobs(
+                tokenizer, [*shown, *logprobs], body.logprobs, first, as_ids=bool(body.return_tokens_as_token_ids)
+            )
             fields["logprobs"]["top_logprobs"] = raw(fields["logprobs"]["top_logprobs"])
         if body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
@@ -113,7 +115,8 @@ class Completion(OpenAIResponder[CompletionRequest]):
         index, text, logprobs, reason = choice.index, output.text or "", b"null", b"null"
         num_top, is_empty, offset = self.body.logprobs, self.body.max_tokens == 0, self._offsets[choice.index]
         if num_top is not None and output.logprobs and not is_empty:
-            found = completion_logprobs(self.context.tokenizer, output.logprobs, num_top, None, offset)
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            found = completion_logprobs(self.context.tokenizer, output.logprobs, num_top, None, offset, as_ids=as_ids)
             logprobs = json.encode(found)
         self._offsets[index] += len(text)
         if output.finish is not None:

@@ -69,18 +69,24 @@ def completion_logprobs(
     num_top: int,
     first: int | None = None,
     offset: int = 0,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The logprobs of consecutive tokens. None: the first token of a prompt, `first`. offset: characters."""
+    """The logprobs of consecutive tokens. None: the first token of a prompt, `first`. offset: characters.
+
+    as_ids: tokens are named by their numbers, "token_id:7"
+    """
+    names = None if as_ids else tokenizer
     tokens, chosen, top, offsets = [], [], [], []
     characters = codecs.getincrementaldecoder("utf-8")("replace")
     for each in logprobs:
         token = each.token if each is not None else first or 0
-        tokens.append(text := token_text(tokenizer, token))
+        tokens.append(token_text(names, token))
         offsets.append(offset)
         found = token_bytes(tokenizer, token)
-        offset += len(text if found is None else characters.decode(found))
+        offset += len(token_text(tokenizer, token) if found is None else characters.decode(found))
         chosen.append(None if each is None else finite(each.logprob))
-        top.append(None if each is None else top_logprobs(tokenizer, each, num_top))
+        top.append(None if each is None else top_logprobs(names, each, num_top))
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
 
@@ -90,11 +96,15 @@ def top_logprobs(tokenizer: Tokenizer | None, at: Logprobs, num_top: int) -> dic
     return dict(reversed(likely.items())) | {token_text(tokenizer, at.token): finite(at.logprob)}
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num_top: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    names = None if as_ids else tokenizer
+
     def describe(token: int, logprob: float) -> dict[str, Any]:
         found = token_bytes(tokenizer, token)
         numbers = None if found is None else list(found)
-        return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": numbers}
+        return {"token": token_text(names, token), "logprob": finite(logprob), "bytes": numbers}
 
     content = [
         describe(each.token, each.logprob) | {"top_logprobs": [describe(*one) for one in each.top[:num_top]]}

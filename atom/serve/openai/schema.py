@@ -292,6 +292,7 @@ class Generation(Sampling):
     best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids next to the texts")
+    return_tokens_as_token_ids: bool | None = Field(None, description='logprobs name tokens by number, "token_id:7"')
     return_weight_versions: bool | None = Field(None, description=VERSIONS)
     truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     response_format: ResponseFormat | None = None

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import atom
 from atom.config import Config
 from atom.config.spelling import HIDDEN, is_secret
+from atom.graph import TORCH_DTYPES
 from atom.measurement.hardware import describe_cpus
 from atom.runtime.draft.speculation import draft_statistics
 from atom.serve.context import Context
@@ -80,8 +81,9 @@ def routes(context: Context) -> APIRouter:
         request: Request, config_format: Literal["text", "json"] = "text", model: str | None = None
     ) -> Response:
         """The configuration, API keys hidden: as text, or with config_format=json as an object. model: of several."""
-        shown = describe_config(context.shared.find(request.state.tenant, model).config)
-        return json_response({"vllm_config": shown if config_format == "json" else str(shown)})
+        config = context.shared.find(request.state.tenant, model).config
+        shown = describe_config(config)
+        return json_response({"vllm_config": shown | vllm_names(config) if config_format == "json" else str(shown)})
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -142,6 +144,27 @@ def describe_config(config: Config) -> dict[str, Any]:
     if is_secret(config.serve.http.api_keys):
         shown["serve"]["http"]["api_keys"] = HIDDEN
     return shown
+
+
+def vllm_names(config: Config) -> dict[str, Any]:
+    """What TRL's clients read of vLLM's configuration, by vLLM's names."""
+    parallel, serve = config.parallel, config.serve
+    return {
+        "model_config": {
+            "dtype": str(TORCH_DTYPES[config.dtype]),
+            "max_model_len": serve.max_model_len,
+            "logprobs_mode": "raw_logprobs",
+        },
+        "parallel_config": {
+            "tensor_parallel_size": parallel.tensor,
+            "pipeline_parallel_size": parallel.pipeline,
+            "data_parallel_size": parallel.data * parallel.replicas,
+        },
+        "lora_config": {"max_loras": serve.max_loras, "max_lora_rank": serve.max_lora_rank}
+        if serve.enable_lora
+        else None,
+        "weight_transfer_config": None if config.device == "cpu" else {"backend": "nccl"},
+    }
 
 
 def describe_pause(engine: Replica) -> dict[str, Any]:

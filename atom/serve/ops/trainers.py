@@ -1,4 +1,4 @@
-"""Routes for trainers, as in vLLM: /pause, /resume, /abort_requests, /update_weights, /weight_info.
+"""Routes for trainers, as in vLLM: /pause, /resume, /abort_requests, /update_weights, /weight_version.
 
 curl -X POST "localhost:8000/pause?mode=keep&clear_cache=false"
 curl localhost:8000/update_weights -H "Content-Type: application/json" -d '{"update_info": {"names": [], …}}'
@@ -104,9 +104,13 @@ def routes(context: Context) -> APIRouter:
         await change(request, lambda engines: engines.set_weight_version(body.new_version))
         return json_response({"success": True, "new_version": body.new_version})
 
+    @router.get("/weight_version")
     @router.get("/weight_info")
     async def weight_info(request: Request, model: str | None = None) -> Response:
-        """The name of the weights that sample, `default` until they get one. It is about the first model."""
+        """The name of the weights that sample, `default` until they get one. It is about the first model.
+
+        /weight_info is vLLM's name, /weight_version an older one of SGLang.
+        """
         return json_response({"weight_version": named(request)[0].weight_version})
 
     @router.get("/get_world_size")

@@ -30,6 +30,7 @@ OPERATIONS = [
     "GET /v1/models/{name}",
     "GET /version",
     "GET /weight_info",
+    "GET /weight_version",
     "POST /abort_requests",
     "POST /classify",
     "POST /detokenize",
@@ -146,7 +147,7 @@ def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, example
 
 
 ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /get_world_size", "GET /is_paused", "GET /server_info",
-                  "GET /weight_info", "POST /abort_requests", "POST /pause", "POST /reset_prefix_cache",
+                  "GET /weight_info", "GET /weight_version", "POST /abort_requests", "POST /pause", "POST /reset_prefix_cache",
                   "POST /resume", "POST /sleep", "POST /update_weight_version", "POST /start_profile", "POST /stop_profile", "POST /v1/load_lora_adapter",
                   "POST /v1/unload_lora_adapter", "POST /wake_up"]  # fmt: skip
 

@@ -81,8 +81,8 @@ def test_every_route_but_health_ping_and_our_public_key_needs_a_key(locked: Serv
 ADMINISTRATIVE = {
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/server_info", "/debug/mtp_stats", "/pause", "/resume", "/is_paused",
-    "/abort_requests", "/update_weight_version", "/weight_info", "/get_world_size", "/init_weight_transfer_engine",
-    "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/abort_requests", "/update_weight_version", "/weight_info", "/weight_version",
+    "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
 }  # fmt: skip
 WITH_ADAPTERS = ("serve.enable_lora=true", "serve.allow_runtime_lora_updating=true")
 

@@ -89,3 +89,18 @@ def test_an_infinite_logprob_is_a_very_low_one_in_json(tokenizer: Tokenizer):
     shown = chat_logprobs(tokenizer, [Logprobs(A, -math.inf, 9, [(B, 0.0)])], 1)
     assert shown["content"][0]["logprob"] == -9999.0
     assert shown["content"][0]["top_logprobs"] == [{"token": "b", "logprob": 0.0, "bytes": [98]}]
+
+
+def test_tokens_are_named_by_number_if_asked_and_keep_their_places(tokenizer: Tokenizer):
+    a, c, e = tokenizer.encode("aÉ")
+    made = [Logprobs(a, -1.0, 1, [(c, -2.0)]), Logprobs(c, -1.0, 1, []), Logprobs(e, -1.0, 1, [])]
+    named, numbered = (completion_logprobs(tokenizer, made, 1, as_ids=as_ids) for as_ids in (False, True))
+    assert numbered["tokens"] == [f"token_id:{token}" for token in (a, c, e)]
+    assert numbered["top_logprobs"][0] == {f"token_id:{c}": -2.0, f"token_id:{a}": -1.0}
+    assert numbered["text_offset"] == named["text_offset"]
+    (first, *_) = chat_logprobs(tokenizer, made, 1, as_ids=True)["content"]
+    assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == (
+        f"token_id:{a}",
+        [97],
+        f"token_id:{c}",
+    )

@@ -37,6 +37,13 @@ def test_server_info_shows_the_configuration_without_keys(start_server: Start, t
     answer = wire.ask(server.url, "GET", "/server_info?config_format=json", headers=headers)
     shown = answer.json["vllm_config"]
     assert (shown["serve"]["max_num_seqs"], shown["serve"]["http"]["api_keys"]) == (7, f"@{tmp_path}/keys.yaml")
+    trl = {name: shown[name] for name in ("model_config", "lora_config", "weight_transfer_config")}  # as its clients do
+    of_model = {
+        "dtype": "torch.float32",
+        "max_model_len": shown["serve"]["max_model_len"],
+        "logprobs_mode": "raw_logprobs",
+    }
+    assert trl == {"model_config": of_model, "lora_config": None, "weight_transfer_config": None}
     text = wire.ask(server.url, "GET", "/server_info", headers=headers).json["vllm_config"]
     assert isinstance(text, str) and "'max_num_seqs': 7" in text
     assert "sesame" not in answer.body.decode() + text

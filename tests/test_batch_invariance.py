@@ -91,6 +91,34 @@ def test_a_request_has_the_same_bits_in_any_batch(
     engine.close()
 
 
+def test_requests_that_are_drafted_for_change_no_bits(checkpoints: Callable[[str], Path]):
+    """Only those are that report nothing: their tokens are the same, and so are the bits of the others."""
+    asked, folder = [(tiny.prompt(n % 7 + 1, seed=n) * 4, 12 + n) for n in range(6)], checkpoints("qwen3")
+    alone = ask_one_by_one(folder, asked, dtype="bf16", level=1)
+    engine = open_engine(
+        folder,
+        dtype="bf16",
+        level=1,
+        num_kvcache_blocks=26,
+        method="ngram",
+        prompt_lookup_min=1,
+        max_verified_tokens=64,
+    )
+    sampling = {"temperature": 0.7, "seed": 5, "ignore_eos": True}
+    params = [
+        SamplingParams(**sampling, max_tokens=count, logprobs=None if number % 2 else 20)
+        for number, (_, count) in enumerate(asked)
+    ]
+    for answer, (tokens, logprobs, _), own in zip(
+        engine.generate([prompt for prompt, _ in asked], params), alone, params, strict=True
+    ):
+        assert answer["token_ids"] == tokens
+        assert own.logprobs is None or answer["logprobs"] == logprobs
+    stats = engine.metrics.scheduler
+    assert min(stats.num_draft_tokens, stats.num_preemptions) > 0
+    engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_two_ranks_give_a_request_the_same_bits_in_any_batch(name: str, checkpoints: Callable[[str], Path]):

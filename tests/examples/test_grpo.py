@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from atom.examples.grpo import main
+from atom.examples.grpo import main, serve
 
 
 @pytest.mark.slow
@@ -21,3 +22,8 @@ def test_the_reward_rises_by_the_weights_that_the_server_is_given(capsys: pytest
     )
     assert 0.4 < float(rewards[0]) < 0.6, "half of the tokens are even"
     assert sum(map(float, rewards[-3:])) / 3 > 0.8
+
+
+def test_a_server_that_ends_at_its_start_is_an_error(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="has ended with exit code 2"), serve(str(tmp_path / "nothing")):
+        raise AssertionError("it serves")

@@ -57,7 +57,7 @@ class RankWeights:
     _live: LiveWeights | None = None  # cut when it is first needed
     _init: InitInfo = field(default_factory=InitInfo)
     _group: BroadcastGroup | None = None
-    _kept: Kept = field(default_factory=dict)  # memory of the trainer that stays open
+    _kept: Kept = field(default_factory=Kept)
     _update: Update | None = None
     _transfer: Transfer | None = None
 
@@ -70,8 +70,7 @@ class RankWeights:
         """Prepare for a trainer; join its group, if it will send by NCCL."""
         if self._group is not None:
             self._group.close()
-        self._init, self._group = info, None
-        self._kept.clear()
+        self._init, self._group, self._kept = info, None, Kept()
         if not info.uses_nccl:
             return
         if self.device == "cpu":

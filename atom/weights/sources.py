@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint
-from atom.graph import Recipe, Repack, Repeat
+from atom.graph import Recipe, Repack, Repeat, W
 from atom.graph.recipes import leaves, once
 from atom.weights.arrived import ArrivedTensors, OnHost
 from atom.weights.calibration import Calibration
@@ -69,6 +69,10 @@ class ArrivedSource(WeightSource):
     def fill(self, part: Recipe, target: Tensor) -> None:
         source = self._on_host if is_computed(part) else self._arrived
         copy(part, target, lambda plain: view(plain, source))
+
+    def find_arrived(self, leaf: W) -> Tensor | None:
+        """A stored tensor that is loaded as it is, maybe in another dtype; None if it is not here, or a format's."""
+        return self._arrived.find(leaf.name) if leaf.type.fmt is None and leaf.type.dtype != "u8" else None
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget tensors that nothing reads any more."""

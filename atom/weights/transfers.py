@@ -18,6 +18,8 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -32,7 +34,6 @@ from atom.process.pickles import read_pickle, write_pickle
 from atom.weights.arrived import DTYPE_NAMES
 
 Part = Sequence[tuple[str, Tensor]]
-Kept = dict[tuple[Any, ...], Tensor]  # opened IPC handles, by their arguments
 BUFFER_BYTES = 1 << 30  # of packed tensors, unless the trainer says otherwise, as in vLLM
 MAX_VERSION = 1024  # characters of a name of weights
 NUM_REBUILD_ARGS = 15  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -47,6 +48,15 @@ IPC_NAMES = {  # what a pickle of IPC handles may name, besides dtypes
     ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
 }
+
+
+@dataclass
+class Kept:
+    """Memory of a trainer that stays open between transfers."""
+
+    handles: list[Any] = field(default_factory=list)  # of the last transfer
+    tensors: list[Tensor] = field(default_factory=list)  # that they have opened
+    opened: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # by their arguments
 
 
 class SharedMemory(msgspec.Struct, forbid_unknown_fields=True):
@@ -337,6 +347,7 @@ def open_transfer(info: UpdateInfo, device: str, group: BroadcastGroup | None, i
     return NCCLTransfer(info, group, init)
 
 
+@lru_cache(maxsize=1)  # a trainer whose parameters stay where they are sends the same text each time
 def unpickle_handles(text: str) -> Any:
     """IPC handles of base64 and pickle. RequestError if they are anything else."""
     try:
@@ -356,7 +367,9 @@ def _rebuild(
     handles: Sequence[Any], names: Sequence[str], uuid: str, device: torch.device, kept: Kept | None
 ) -> list[Tensor]:
     """Open handles. kept: those that are open stay so if they come again, and are closed if they do not"""
-    opened: Kept = {}
+    if kept is not None and kept.handles == handles:
+        return kept.tensors
+    opened: dict[tuple[Any, ...], Tensor] = {}
     tensors = []
     for name, of_gpus in zip(names, handles, strict=True):
         if not isinstance(of_gpus, Mapping) or uuid not in of_gpus:
@@ -369,14 +382,13 @@ def _rebuild(
             raise RequestError(f"update_info: the IPC handle of {name} is not that of torch {torch.__version__}")
         own = (*args[:DEVICE_ARG], device.index, *args[DEVICE_ARG + 1 :])
         try:
-            tensor = None if kept is None else kept.get(own)
+            tensor = None if kept is None else kept.opened.get(own)
             opened[own] = rebuild_cuda_tensor(*own).detach() if tensor is None else tensor  # type: ignore[no-untyped-call]
         except Exception as error:  # of the driver, or of wrong arguments
             raise RequestError(f"update_info: the IPC handle of {name} cannot be opened: {error}") from None
         tensors.append(opened[own])
     if kept is not None:
-        kept.clear()
-        kept.update(opened)
+        kept.handles, kept.tensors, kept.opened = [dict(each) for each in handles], tensors, opened
     return tensors
 
 

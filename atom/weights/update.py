@@ -28,7 +28,7 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.errors import RequestError
-from atom.graph import LaidOut, PackedWeight, Recipe, Shuffle
+from atom.graph import LaidOut, PackedWeight, Recipe, Shuffle, W
 from atom.graph.parts import parts_of, stored_tensors
 from atom.graph.recipe_contents import layout_units, packed_while_loading
 from atom.kernels.host_memory import HostTensor
@@ -95,7 +95,17 @@ def cut_units(recipe: Recipe, loaded: Loaded, device: str) -> Iterator[Unit]:
 def _plain_units(recipe: Recipe, tensor: Tensor) -> Iterator[Unit]:
     for part, target in split_recipe(recipe, tensor):
         if names := _names(part):  # constants and adapters stay
-            yield Unit(names, partial(fill_part, part, target))
+            write = partial(_copy_whole, part, target) if isinstance(part, W) else partial(fill_part, part, target)
+            yield Unit(names, write)
+
+
+def _copy_whole(leaf: W, target: Tensor, source: ArrivedSource) -> None:
+    """`fill_part` of a stored tensor as it is, sooner: a GPU copies most of them in less time than it takes."""
+    arrived = source.find_arrived(leaf)
+    if arrived is None or arrived.shape != target.shape:
+        fill_part(leaf, target, source)
+    else:
+        target.copy_(arrived)
 
 
 def _names(recipe: Recipe) -> frozenset[str]:

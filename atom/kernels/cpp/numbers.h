@@ -57,6 +57,7 @@ template <class V, class T> struct Twice {
   friend Twice operator*(Twice a, Twice b) { return {a.low * b.low, a.high * b.high}; }
   friend Twice operator/(Twice a, Twice b) { return {a.low / b.low, a.high / b.high}; }
   friend Twice operator|(Twice a, Twice b) { return {a.low | b.low, a.high | b.high}; }
+  friend Twice operator&(Twice a, Twice b) { return {a.low & b.low, a.high & b.high}; }
   friend Twice operator+(Twice a, T b) { return {a.low + b, a.high + b}; }
   friend Twice operator-(Twice a, T b) { return {a.low - b, a.high - b}; }
   friend Twice operator*(Twice a, T b) { return {a.low * b, a.high * b}; }

@@ -1,21 +1,23 @@
-"""Decodes and cache writes in C++, against the reference bodies of their ops."""
+"""Attention and cache writes in C++, against the reference bodies of their ops."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from gil import releases_gil
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.checks import assert_equal, relative_error
-from kernels.paged import Case, make_case, reference
+from kernels.paged import KIND, Case, make_case, reference
 
 from atom.graph import Batch, PagedCache, ops
 from atom.kernels import LoadContext, find_kernel
 from atom.kernels.cpp import attention
+from atom.kernels.torch import attention as torch_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -69,19 +71,108 @@ def test_a_decode_releases_the_gil():
     assert releases_gil(lambda: run(*case, scale=0.3))
 
 
-def test_steps_with_prompts_are_torch_s():
-    case = make_case([20, 5], [(7, 30)], kv_heads=2, heads=4)
-    assert_equal(attend(case, scale=0.3), reference(case, scale=0.3))
+@pytest.fixture
+def torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's attention fails, so that what passes is in C++."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("it is left to torch")
+
+    monkeypatch.setattr(torch_attention.PagedAttention, "__call__", refuse)
 
 
-def test_heads_of_more_than_256_dims_are_torch_s():
-    case = make_case([20, 5], [], kv_heads=1, heads=2, dim=260)
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 1), (2, 3), (3, 3)]))
+    window = draw(st.sampled_from([None, None, 1, 5, 16, 130]))
+    lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 192, 193, 300])
+    before = st.sampled_from([0, 0, 1, 31, 127, 128, 200])
+    found = draw(st.lists(st.tuples(lengths, before), min_size=1, max_size=3))
+    is_chunked = draw(st.booleans()) and window is not None
+    decodes = [] if is_chunked else draw(st.lists(st.integers(1, 300), max_size=3))
+    case = make_case(
+        decodes, [(num, num + more) for num, more in found], kv_heads=kv_heads, heads=kv_heads * group,
+        dim=draw(st.sampled_from([8, 20, 36, 64, 80, 128, 300])), block_size=draw(st.sampled_from([1, 3, 16, 32])),
+        window=window, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
+        foreign=0.0 if is_chunked else math.nan,  # what is before a chunk counts as in the window
+    )  # fmt: skip
+    softcap = draw(st.sampled_from([None, None, 1.5]))
+    return case, {"scale": 0.3, "window": window, "softcap": softcap, "chunked": is_chunked}
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompts())
+@pytest.mark.usefixtures("torch_refuses")
+def test_any_prompts_equal_the_reference(drawn: tuple[Case, dict[str, Any]]):
+    case, attributes = drawn
+    assert_equal(attend(case, **attributes), reference(case, **attributes))
+
+
+@pytest.mark.usefixtures("torch_refuses")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_a_prompt_is_as_near_to_the_truth_as_the_reference(dtype: torch.dtype, cache_dtype: torch.dtype):
+    prefills = [(1, 1), (65, 65), (130, 300)]
+    case = make_case([], prefills, kv_heads=2, heads=6, dim=80, dtype=dtype, cache_dtype=cache_dtype)
+    truth = reference(case, scale=0.3, wide=True)
+    allowed = 1.02 * relative_error(reference(case, scale=0.3), truth) + 1e-6
+    assert relative_error(attend(case, scale=0.3), truth) <= allowed
+
+
+@pytest.mark.usefixtures("torch_refuses")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_is_torch_s_attention(dtype: torch.dtype):
+    num, heads, kv_heads, dim = 700, 6, 2, 64
+    case = make_case([], [(num, num)], kv_heads=kv_heads, heads=heads, dim=dim, dtype=dtype, foreign=0.0)
+    table = case.batch.tables[KIND][0].long()
+    keys, values = case.cache.blocks[table].flatten(0, 1)[:num].double().permute(1, 2, 0, 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        case.q.double().transpose(0, 1), keys, values, is_causal=True, scale=0.3, enable_gqa=True
+    ).transpose(0, 1)
+    made = attend(case, scale=0.3).double()
+    allowed = 1e-6 if dtype is torch.float32 else 1.02 * relative_error(expected.to(dtype).double(), expected)
+    assert relative_error(made, expected) <= allowed
+
+
+@pytest.mark.usefixtures("torch_refuses")
+def test_prompts_take_slopes_and_ends():
+    case = make_case([], [(150, 190), (3, 3)], kv_heads=2, heads=4, dim=20)
+    slopes = torch.tensor([0.5, 0.1, 0.01, 0.3])
+    assert_equal(attend(case, slopes=slopes, scale=0.3), reference(case, slopes=slopes, scale=0.3))
+    ends = torch.full((153,), -1, dtype=torch.int32)
+    ends[20:60] = 150  # of position 60 to 99: an image that ends at 150
+    assert_equal(attend(case, ends=ends, scale=0.3), reference(case, ends=ends, scale=0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_prompt_s_bits_do_not_depend_on_chunks_or_the_batch(dtype: torch.dtype, window: int | None):
+    num, cuts = 300, [0, 1, 130, 290, 300]
+    case = make_case([], [(num, num), (77, 200)], kv_heads=2, heads=6, dim=36, dtype=dtype, foreign=0.0)
+    whole = attend(case, scale=0.3, window=window)[:num]
+    table = case.batch.tables[KIND][:1]
+    for begin, end in pairwise(cuts):
+        starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+        batch = Batch({KIND: table}, {}, starts, lengths, 0)
+        part = Case(case.q[begin:end], case.cache, batch)
+        assert torch.equal(attend(part, scale=0.3, window=window), whole[begin:end])
+
+
+def test_a_prompt_releases_the_gil():
+    case = make_case([], [(1000, 1000)], kv_heads=4, heads=8, dim=128)
+    run = find_kernel(ops.paged_attention, "cpp").load(LoadContext())
+    assert releases_gil(lambda: run(*case, scale=0.3))
+
+
+def test_prompts_of_heads_of_more_than_512_dims_are_torch_s():
+    case = make_case([20, 5], [(3, 9)], kv_heads=1, heads=2, dim=520)
     assert_equal(attend(case, scale=0.3), reference(case, scale=0.3))
 
 
 @pytest.mark.parametrize("shift", [0.0, 80.0, -80.0, 1e4])
-def test_large_and_small_scores_overflow_nothing(shift: float):
-    case = make_case([200], [], kv_heads=1, heads=2, dim=16)
+@pytest.mark.parametrize("num", [1, 20])
+def test_large_and_small_scores_overflow_nothing(shift: float, num: int):
+    case = make_case([200] if num == 1 else [], [(num, 200)] if num > 1 else [], kv_heads=1, heads=2, dim=16)
     case = case._replace(q=case.q + shift)
     made = attend(case, scale=1.0)
     assert made.isfinite().all() and relative_error(made, reference(case, scale=1.0)) < 1e-3

@@ -1,8 +1,8 @@
-"""The backend `cpp`: CPU kernels in C++, for few rows, decodes and recurrences.
+"""The backend `cpp`: CPU kernels in C++, for packed weights, attention and recurrences.
 
 Packed weights are unpacked in registers, so few rows take only the time to read the weight; plain weights are in the
-layout of oneDNN, which multiplies many rows. Prompts' attention is left to torch. If a source cannot be compiled,
-packed weights are unpacked while they load, plain ones stay as stored, torch runs decodes, and a line says so.
+layout of oneDNN, which multiplies many rows. If a source cannot be compiled, packed weights are unpacked while they
+load, plain ones stay as stored, torch runs attention, and a line says so.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -369,37 +370,6 @@ template <class T> void write(const Layout &layout, int64_t panel, const Floats 
   }
 }
 
-/// Multiply a few rows, whose numbers are unpacked in registers.
-template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
-  const int64_t inner = layout.inner, num_groups = layout.num_groups();
-  const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
-  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || has_table(layout.kind));
-  const float power = by_pairs ? 1.0f : layout.half_power();
-  std::vector<float> wide(rows * inner), sums(rows * num_groups);
-  if (!by_pairs || layout.has_minima) {
-    for (int64_t i = 0; i < rows * inner; ++i)
-      wide[i] = widen(x[i]);
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t g = 0; g < num_groups; ++g)
-        sums[row * num_groups + g] = sum(wide.data() + row * inner + g * layout.group, std::min(layout.group, inner - g * layout.group));
-    for (float &each : wide)
-      each *= power;
-  }
-  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
-    std::vector<Floats> made(rows);
-    for (int64_t p = begin; p < end; ++p) {
-      const uint8_t *panel = panels + p * layout.panel_size();
-      by_kind(layout.kind, [&]<Kind K>() {
-        if constexpr (HAS_PAIRS && std::is_same_v<T, uint16_t>)
-          if (by_pairs)
-            return multiply_rows<K>(layout, panel, x, sums.data(), rows, made.data());
-        multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data());
-      });
-      write(layout, p, made.data(), 1, power, bias, rows, y);
-    }
-  });
-}
-
 /// y = numbers x of M rows, whose sums stay in registers. numbers fp32[inner, 16], x fp32[M, inner]
 template <int M> void multiply_plain(const Floats *numbers, const float *x, int64_t inner, Floats *y) {
   Floats sums[M] = {};
@@ -430,6 +400,56 @@ template <class T> void multiply_by_panels(const Layout &layout, const uint8_t *
   });
 }
 
+/// Rows of which a sum of a part is not finite once more, by plain numbers: x times a scale, or a middle that is taken off
+/// later, makes NaN of an infinite number. sums fp32[rows, parts]
+template <class T>
+void multiply_infinite(const Layout &layout, const uint8_t *panels, const std::vector<float> &sums, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t parts = sums.size() / std::max<int64_t>(rows, 1);
+  std::vector<float> wide(layout.inner);
+  for (int64_t row = 0; row < rows; ++row) {
+    int num_infinite = 0;
+    for (int64_t part = 0; part < parts; ++part)
+      num_infinite += !(std::abs(sums[row * parts + part]) <= std::numeric_limits<float>::max());
+    if (!num_infinite)
+      continue;
+    for (int64_t i = 0; i < layout.inner; ++i)
+      wide[i] = widen(x[row * layout.inner + i]);
+    multiply_by_panels(layout, panels, wide.data(), bias, 1, y + row * layout.out);
+  }
+}
+
+/// Multiply a few rows, whose numbers are unpacked in registers.
+template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t inner = layout.inner, num_groups = layout.num_groups();
+  const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
+  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || has_table(layout.kind));
+  const float power = by_pairs ? 1.0f : layout.half_power();
+  std::vector<float> wide(rows * inner), sums(rows * num_groups);
+  if (!by_pairs || layout.has_minima) {
+    for (int64_t i = 0; i < rows * inner; ++i)
+      wide[i] = widen(x[i]);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t g = 0; g < num_groups; ++g)
+        sums[row * num_groups + g] = sum(wide.data() + row * inner + g * layout.group, std::min(layout.group, inner - g * layout.group));
+    for (float &each : wide)
+      each *= power;
+  }
+  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Floats> made(rows);
+    for (int64_t p = begin; p < end; ++p) {
+      const uint8_t *panel = panels + p * layout.panel_size();
+      by_kind(layout.kind, [&]<Kind K>() {
+        if constexpr (HAS_PAIRS && std::is_same_v<T, uint16_t>)
+          if (by_pairs)
+            return multiply_rows<K>(layout, panel, x, sums.data(), rows, made.data());
+        multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data());
+      });
+      write(layout, p, made.data(), 1, power, bias, rows, y);
+    }
+  });
+  multiply_infinite(layout, panels, sums, x, bias, rows, y);
+}
+
 /// Calls f<M>(row) for the rows in groups of M, the last ones in smaller groups.
 template <class F> void by_rows(int64_t rows, const F &f) {
   int64_t row = 0;
@@ -452,7 +472,7 @@ constexpr int64_t SHORT_ROWS = 512; // at a time
 constexpr int64_t BLOCK = 32;       // columns whose products are summed in 32 bits: 15 bits of x, 8 of a weight
 
 /// x in 16 bits, as multiples of a power of 2 for each block of a row: of what 8 or 11 bits hold nothing is lost, but
-/// below 2^-16 of the block's largest number or 2^-115. A block that is not finite makes its row NaN.
+/// below 2^-16 of the block's largest number or 2^-115.
 struct Shorts {
   std::vector<int16_t> numbers;    // groups of M rows, [inner / 2, M, 2]
   std::vector<float> scales, sums; // [rows, blocks], of the numbers of x
@@ -553,6 +573,7 @@ template <class T> void multiply_some_shorts(const Layout &layout, const uint8_t
       write(layout, p, made.data(), 1, 1.0f, bias, rows, y);
     }
   });
+  multiply_infinite(layout, panels, shorts.sums, x, bias, rows, y);
 }
 
 /// The same of any number of rows: of so many at a time that each panel finds them in the last cache.
@@ -685,6 +706,7 @@ template <class T> void multiply_some_shorts(const Layout &layout, const uint8_t
         write(layout, first + p, made.data() + p, PANELS, 1.0f, bias, rows, y);
     }
   });
+  multiply_infinite(layout, panels, shorts.sums, x, bias, rows, y);
 }
 
 /// The same of any number of rows.
@@ -801,6 +823,7 @@ template <class T> void multiply_few_digits(const Layout &layout, const uint8_t 
       write(layout, p, made.data(), 1, 1.0f, bias, rows, y);
     }
   });
+  multiply_infinite(layout, panels, shorts.sums, x, bias, rows, y);
 }
 #endif
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -132,6 +135,18 @@ def test_a_long_prompt_is_torch_s_attention(dtype: torch.dtype):
     made = attend(case, scale=0.3).double()
     allowed = 1e-6 if dtype is torch.float32 else 1.02 * relative_error(expected.to(dtype).double(), expected)
     assert relative_error(made, expected) <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
+def test_prompts_and_writes_are_right_with_fewer_instructions(limit: str):
+    """As on an older CPU: of the instructions that this one has, our code uses those of the limit."""
+    tests = ["-k", "(prompt or chunks or slopes or a_write_is or small_scores) and not fewer_instructions", "-m", ""]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, *tests],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": limit}, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout
 
 
 @pytest.mark.usefixtures("torch_refuses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -182,15 +183,25 @@ def test_a_weight_that_is_nan_gives_nan_in_its_row_only(fmt: str, rows: int):
     assert made.isnan().sum() == 2 * rows
 
 
-@pytest.mark.parametrize("fmt", ["q8_0", "q4_1"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_as_they_are(fmt: str, number: float):
-    weight, x = shuffle(draw(fmt, 48, 64), "panels"), torch.randn(40, 64).bfloat16()
-    expected = run(ops.linear, x, weight)
-    x[3, 5] = number
-    made = run(ops.linear, x, weight)
-    assert not made[3].isfinite().any()
-    assert torch.equal(made[torch.arange(40) != 3], expected[torch.arange(40) != 3])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["q8_0", "q4_0", "q4_1", "q5_1"])
+def test_numbers_of_x_that_are_not_finite_make_of_sums_what_they_make_in_float32(
+    fmt: str, dtype: torch.dtype, rows: int
+):
+    weight, x = draw(fmt, 48, 192, dtype=dtype), torch.randn(rows, 192).to(dtype)
+    laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).float()
+    finite = run(ops.linear, x, laid_out)
+    x[-1, 190], x[rows // 2, 70], x[rows // 2, 71] = math.nan, -math.inf, 3e38
+    x[0] = 1.0
+    x[0, 5] = math.inf
+    made, expected = run(ops.linear, x, laid_out), x.float() @ dense.T
+    assert expected.isinf().any(), "a NaN in each place would pass too"
+    assert torch.equal(made.isnan(), expected.isnan())
+    assert torch.equal(made.isposinf(), expected.isposinf()) and torch.equal(made.isneginf(), expected.isneginf())
+    is_finite = x.isfinite().all(1)
+    assert torch.equal(made[is_finite], finite[is_finite]), "other rows stay as they are"
 
 
 @pytest.mark.parametrize("rows", [7, 80])

@@ -232,6 +232,27 @@ def test_a_device_without_the_product_refuses_by_name_and_explain_answers(
     assert 1e-3 < relative_error(logits(folder, "level=0", *overrides), exact) < 0.2, "the bodies round"
 
 
+def test_experts_in_mxfp4_take_fp8_if_no_linear_is_packed(tmp_path: Path):
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.config("gpt_oss").to_dict(), **sizes}))
+    config = [
+        "model=gpt_oss",
+        "quant=mxfp4",
+        'quant.plain=["re:.*self_attn.*"]',
+        "quant.act=fp8",
+        "dtype=bf16",
+        "level=1",
+    ]
+    graph = compile_graph(load([f"checkpoint={tmp_path}", *config]), target=GLUON)
+    assert [node.kwargs.get("act") for node in graph.find(ops.experts)] == [WHOLE] * 2
+    assert acts(load([f"checkpoint={tmp_path}", *config]), GLUON) == {}
+
+
 def test_explain_counts_the_linears_of_each_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_wide(tmp_path)
     config = load(["model=qwen3", f"checkpoint={tmp_path}", "job=explain", "dtype=bf16", "level=1", "quant=fp8"])

@@ -19,7 +19,7 @@ from atom.frontend.decoder import write_body, write_head, write_pool
 from atom.frontend.drafts import WRITERS, kept_states
 from atom.frontend.vision import write_vision
 from atom.frontend.writer import Writer
-from atom.graph import BODY, DRAFT_IN, HEAD, POOL, VISION, Graph, ops
+from atom.graph import BODY, DRAFT_IN, HEAD, POOL, VISION, Graph
 
 AS_STORED = QuantConfig()
 

@@ -45,7 +45,8 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 MANY = 64  # sequences from which on heads of 256 dims, a tile at a time on a multiprocessor, take longer than Triton's
 MERGED = 4096  # numbers of parts that are added at once
-PAIRED = 16  # sequences from which on a tile in fp8 has the keys of two kv heads, if there are no more than 8 queries
+FEW = 8  # fewer sequences in fp8 have fewer programs, with more tiles in memory
+PAIRED = 64  # sequences from which on a tile in fp8 has the keys of two kv heads, if there are no more than 8 queries
 ROWS_OF_TILE = gl.constexpr(64)  # keys and values
 PIECE = gl.constexpr(16)  # positions that one copy brings
 BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 4))  # keys and values of a piece, and of all of a tile's
@@ -346,13 +347,12 @@ def _consume(given, run, memory, queries, weights, EPS: gl.constexpr, INTERLEAVE
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, TILE)  # of queries
+    STORED: gl.constexpr = LINES if not IS_FP8 else VALUES if TOGETHER == 1 else VALUES_OF_TWO
     if IS_FP8:
         PIECES: gl.constexpr = POSITIONS // PIECE
-        STORED: gl.constexpr = VALUES if TOGETHER == 1 else VALUES_OF_TWO
         key_tiles = reinterpret(keys, ENTRY, [STAGES, PIECES, 2, PIECE * TOGETHER, 128], BYTES)
         value_tiles = key_tiles
     else:
-        STORED: gl.constexpr = LINES
         key_tiles = reinterpret(keys, ENTRY, [STAGES, ROWS_OF_TILE, DIM], OPERANDS)
         value_tiles = reinterpret(values, ENTRY, [STAGES, ROWS_OF_TILE, DIM], OPERANDS)
     tl.extra.cuda.gdc_wait()
@@ -558,7 +558,7 @@ def choose(entry_size: int, dim: int, num_decodes: int, block_m: int) -> Tiling:
     if entry_size == 1 and block_m > 8:
         return Tiling(3, 3, 80, 24) if block_m == 16 else Tiling(2, 4, 128, 40)
     if entry_size == 1:
-        return Tiling(4, 2, 64, 24) if num_decodes >= PAIRED else Tiling(3, 4, 80, 24)
+        return Tiling(3, 4, 80, 24) if num_decodes < FEW else Tiling(4, 2 if num_decodes >= PAIRED else 3, 64, 24)
     return Tiling(2, 3, 128, 40) if dim == 128 else Tiling(1, 3, 144, 40)
 
 

@@ -87,10 +87,10 @@ class Compile:
 use_hopper()
 decode.find_gpu = decode_hopper.find_gpu = lambda device: H200
 decode_hopper._decode = Compile(decode_hopper._decode)
-numbers, angle, scale = torch.zeros(16, 16, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
+numbers, angle, scale = torch.zeros(64, 64, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
 bf16 = torch.bfloat16
 for dtype, dim, queries, window, sinks, num in (
-    (FP8, 128, 1, None, None, 4), (FP8, 128, 4, 100, scale, 4), (FP8, 128, 1, None, None, 16), (bf16, 128, 1, 100, scale, 4),
+    (FP8, 128, 1, None, None, 4), (FP8, 128, 4, 100, scale, 4), (FP8, 128, 1, None, None, 64), (bf16, 128, 1, 100, scale, 4),
     (bf16, 128, 4, None, None, 4), (bf16, 256, 1, None, None, 4), (bf16, 256, 4, 100, scale, 4),
 ):
     heads = 32 if num >= decode_hopper.PAIRED else 64
@@ -154,14 +154,16 @@ def reinterpret(memory: emulated.Memory, dtype: Any, shape: list[int], layout: A
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The module as plain Python, on a GPU of 5 multiprocessors; its warps that load and that attend are threads."""
+    """The module as plain Python, on a GPU of 5 multiprocessors, with heads in pairs from 16 sequences on; its warps that load and that attend are threads."""
     shared, turning = emulate(common), emulate(rope)
     names = ["NOTHING", "LOG2E", "cap_scores", "find_owner", "find_run", "score_factor"]
-    return emulate(
+    made = emulate(
         decode_attention, **WarpGroups().names, **{name: getattr(shared, name) for name in names},
         rotate_heads=turning.rotate_heads, inline_asm_elementwise=run_asm, reinterpret=reinterpret,
         find_gpu=lambda _: Gpu(5, 227 << 10, (9, 0)),
     )  # fmt: skip
+    made.decode.__globals__["PAIRED"] = 16
+    return made
 
 
 class Entries(NamedTuple):
@@ -201,7 +203,7 @@ def launch(module: Any, case: Case, scales: torch.Tensor | None, newest: Any = N
 )
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (70, 2.0, True), (1, None, False)])
 def test_tiles_by_a_loading_warp_give_the_softmax(on_cpu, is_fp8, dim, group, repeats, window, softcap, has_sinks):
-    """Of 16 sequences and more in fp8 a tile has two kv heads, if they have 8 queries or fewer."""
+    """Of 16 sequences and more in fp8, here, a tile has two kv heads, if they have 8 queries or fewer."""
     case = make_case(LENGTHS * repeats, kv_heads=2, heads=2 * group, dim=dim, window=window, dtype=torch.bfloat16,
                      has_sinks=has_sinks)  # fmt: skip
     scales = torch.tensor([0.7, 1.3]) if is_fp8 else None
@@ -289,6 +291,15 @@ class TestOnHopper:
         dim, scales = entries
         case = make_case(lengths, kv_heads=2, heads=16, dim=dim, dtype=torch.bfloat16)
         assert relative_error(run(move(case, "cuda"), 1, scales, scale=0.1), expected(case, scales, scale=0.1)) < 0.004
+
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_two_kv_heads_share_a_tile(self, window):
+        case = make_case([1, 31, 32, 33, 300] * 13, kv_heads=4, heads=12, dim=128, dtype=torch.bfloat16, window=window,
+                         has_sinks=True)  # fmt: skip
+        scales = torch.tensor([0.7, 1.3], device="cuda")
+        assert len(case.batch.lengths) >= decode_attention.PAIRED
+        out = run(move(case, "cuda"), 1, scales, scale=0.1, window=window)
+        assert relative_error(out, expected(case, scales, scale=0.1, window=window)) < 0.004
 
     def test_a_sequence_of_no_positions_gives_zeros(self, entries):
         dim, scales = entries

@@ -27,7 +27,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from collecting import marks_of_file, pytest_ignore_collect
+from collecting import marks_of_file
 
 FOLDER, PROCESS = "ATOM_TEST_QUEUE", "ATOM_TEST_PROCESS"  # variables of a process: the queue's folder, its own number
 ONE_PROCESS = {"--co", "--collect-only", "-h", "--help", "--version", "--markers", "--fixtures"}
@@ -35,24 +35,27 @@ PROGRESS_SECONDS = 60
 PASSED, INTERRUPTED, NO_TESTS = 0, 2, 5  # pytest's exit statuses
 
 
-def find_files(config: pytest.Config) -> list[list[str]]:
-    """pytest's arguments by file, in the order in which files are taken: a mixed one, the longest files first.
+def find_files(session: pytest.Session) -> list[list[pytest.Item | pytest.Collector]]:
+    """What is to be collected of each file, in the order in which files are taken: a mixed one, the longest files first.
 
     Files of tests/serve wait for processes: they meet files that compute, not each other.
     """
-    by_file: dict[Path, list[str]] = {}
-    for argument in config.args:
-        name, _, test = argument.partition("::")
-        path = (config.invocation_params.dir / name).resolve()
-        if test or not path.is_dir():
-            by_file.setdefault(path, []).append(argument)
-        for file in path.rglob("test_*.py") if path.is_dir() else ():
-            if not pytest_ignore_collect(file, config):
-                by_file[file] = [str(file)]
+    option, by_file = session.config.option, dict[Path, list[pytest.Item | pytest.Collector]]()
+    chosen, option.markexpr, option.keyword = (option.markexpr, option.keyword), "", ""  # of tests, not of folders
+    nodes = [*session.perform_collect(genitems=False)]
+    option.markexpr, option.keyword = chosen
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, pytest.Directory):  # its fixtures are those of this node: there is one for all files
+            report = node.ihook.pytest_make_collect_report(collector=node)
+            node.ihook.pytest_collectreport(report=report)
+            nodes += report.result if report.passed else []
+        else:
+            by_file.setdefault(node.path, []).insert(0, node)
 
     def place(path: Path) -> tuple[bool, int]:
-        is_early = path.exists() and "early" in marks_of_file(path.read_text())
-        return not is_early, crc32(os.path.relpath(path, config.rootpath).encode())
+        is_early = "early" in marks_of_file(path.read_text())
+        return not is_early, crc32(os.path.relpath(path, session.config.rootpath).encode())
 
     return [by_file[path] for path in sorted(by_file, key=place)]
 
@@ -65,12 +68,13 @@ class FileQueue:
         self._num_tests = 0
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self) -> bool:
-        return True  # each file is collected once it is taken
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        self._files = find_files(session)  # each is collected once it is taken
+        return True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        files = find_files(session.config)
+        files = self._files
         for number in self._take(len(files)):
             # after the last test of a file comes the session: of all fixtures, its own stay
             for item, following in pairwise([*self._collect(session, files[number]), session]):
@@ -92,16 +96,20 @@ class FileQueue:
         counts = {kind: len(stats[kind]) for kind in stats if kind not in ("", "warnings")}
         (self._folder / f"counts-{self._process}").write_text(json.dumps(counts))
 
-    def _collect(self, session: pytest.Session, arguments: list[str]) -> list[pytest.Item]:
+    def _collect(self, session: pytest.Session, nodes: list[pytest.Item | pytest.Collector]) -> list[pytest.Item]:
         gc.disable()
         try:
-            items = [*session.perform_collect(arguments)]
+            session.items = [item for node in nodes for item in session.genitems(node)]
+            session.config.hook.pytest_collection_modifyitems(
+                session=session, config=session.config, items=session.items
+            )
         finally:
+            nodes.clear()  # what its fixtures hold is freed once it has run
             gc.collect()  # then what modules and tests are made of is no garbage: no later collection looks at it
             gc.freeze()
             gc.enable()
-        self._num_tests += len(items)
-        return items
+        self._num_tests += len(session.items)
+        return session.items
 
     def _take(self, num_files: int) -> Iterator[int]:
         while True:

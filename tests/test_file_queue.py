@@ -39,6 +39,15 @@ def test_it():
 """
 
 
+# a folder's fixture, which files of one process share
+NESTED = """
+import pathlib, pytest
+@pytest.fixture(scope="session")
+def nested():
+    pathlib.Path("made").open("a").write("nested ")
+"""
+
+
 def run(folder: Path, bodies: dict[str, str], *arguments: str) -> tuple[int, str]:
     (folder / "conftest.py").write_text(CONFTEST)
     for name, body in bodies.items():
@@ -81,6 +90,16 @@ def test_a_run_that_is_terminated_ends_its_processes(tmp_path: Path):
     assert run.wait() == 128 + signal.SIGTERM
     assert select.select([ended], [], [], 0)[0], "its process runs on"
     os.close(ended)
+
+
+def test_fixtures_of_a_folder_are_made_once_in_a_process(tmp_path: Path):
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "conftest.py").write_text(NESTED)
+    for name in "abcde":
+        (tmp_path / "nested" / f"test_nested_{name}.py").write_text("def test_it(nested): pass")
+    status, output = run(tmp_path, {})
+    assert status == 0 and output.splitlines()[-1].startswith("5 passed in "), output
+    assert 1 <= (tmp_path / "made").read_text().split().count("nested") <= 2
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,18 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from atom.kernels.hopper.boxes import BYTES
+from atom.kernels.hopper.boxes import BYTES, GROUPS
 from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.hopper.packed_linear import (
     UP_EXPONENT,
     _find_blocks,
-    _load_operands,
-    _load_scales,
     _unpack,
     gated_shape,
     scale_parts,
@@ -97,7 +96,8 @@ def choose_ring(
     room = PROGRAMS.get(encoding.bits, 0) * gpu.units // programs if splits_columns else 1
     splits = max(1, min(room, steps // MIN_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
-    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(encoding, sizes))
+    room_of_stages = gpu.shared_memory // together - OTHER_MEMORY - table_bytes(inner, encoding, sizes)
+    fitting = room_of_stages // (boxes * box_bytes(encoding, sizes))
     return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
 
 
@@ -128,6 +128,14 @@ def box_bytes(encoding: WeightEncoding, sizes: Sizes) -> int:
     """The shared memory of a box of the weight, and of x next to it."""
     weight = sizes.rows * WIDTH.value * (2 if encoding.values is None else 1)
     return int(weight + sizes.tokens * columns_of(encoding) * 2)
+
+
+def table_bytes(inner: int, encoding: WeightEncoding, sizes: Sizes) -> int:
+    """The shared memory of a program's scales and zero points, if some of its columns share one, or more."""
+    if encoding.columns is None:
+        return 0
+    shared = columns_of(encoding) if encoding.values == "e2m1" else encoding.columns
+    return 4 * sizes.rows * max(next_power_of_2(-(-inner // shared)), boxes_of(encoding))
 
 
 @jit
@@ -197,55 +205,86 @@ def _allocate(x, weight, PARTS: gl.constexpr, HALVES: gl.constexpr, BOXES: gl.co
 
 
 @jit
-def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
-            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, HALF: gl.constexpr,
-            BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
-            TOKENS: gl.constexpr):  # fmt: skip
+def _load_tables(scales, zeros, blocks, VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr, COLUMNS: gl.constexpr,
+                 BOXES: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """Scales and zero points of a tile into shared memory, each as [blocks, ROWS]; () if all columns share one.
+
+    In a loop each step would wait for its own from memory, as long as for some stages.
+
+    blocks: where the scales of each row begin, of which it has NUM
+    """
+    tables = ()
+    if SCALE_COLUMNS is not None:
+        COUNT: gl.constexpr = BOXES // max(SCALE_COLUMNS // COLUMNS, 1)  # of a stage
+        tables += (_load_table(scales, blocks, VALUES, COUNT, NUM, ROWS),)  # type: ignore[assignment]
+        if zeros is not None:
+            tables += (_load_table(zeros, blocks, VALUES, COUNT, NUM, ROWS),)  # type: ignore[assignment]
+    return tables
+
+
+@jit
+def _load_table(values, blocks, VALUES: gl.constexpr, COUNT: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr):
+    """As `_load_tables`; zeros beyond the end."""
+    BLOCKS: gl.constexpr = triton.next_power_of_2((NUM + COUNT - 1) // COUNT * COUNT)
+    EACH: gl.constexpr = min(BLOCKS, 4)  # neighbours of a thread
+    LANES: gl.constexpr = min(BLOCKS // EACH, 32)
+    if VALUES == "e2m1":  # whose words of 8 rows lie next to each other
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [4, 1], [1, 0])  # type: ignore[no-redef]
+    first = gl.convert_layout(blocks, gl.SliceLayout(1, LAYOUT))
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    place = first[:, None] + block * (8 if VALUES == "e2m1" else 1)
+    loaded = gl.load(values + place, mask=block < NUM, other=0)
+    dtype = values.dtype.element_ty
+    table = gl.allocate_shared_memory(dtype, [BLOCKS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    table.permute((1, 0)).store(loaded)
+    return reinterpret(table, dtype, [BLOCKS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@jit
+def _sum_up(x, weight, tables, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
+            SCALE_COLUMNS: gl.constexpr, PARTS: gl.constexpr, HALF: gl.constexpr, BOXES: gl.constexpr,
+            STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
     """A tile of the weight by x, fp32[ROWS, TOKENS], in this many steps from `begin` on, of which some were sent for.
 
-    blocks: where the scales of each row begin, of which it has NUM.
+    tables: of `_load_tables`
     """
     x_rows, tiles = tiles
     ready = memory[2]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
-    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or VALUES == "e2m1"
     EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
+    if len(tables) > 0:
+        barrier()  # all have written their part
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    factors, operands, block = None, None, begin * COUNT  # of the next boxes, since a load takes long
-    if SCALES_SUMS:
-        factors = _load_scales(scales, blocks, block, NUM, COUNT)
-    if HAS_OPERANDS:
-        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
-        block += COUNT
-        if SCALES_SUMS:
-            next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
-        if HAS_OPERANDS:
-            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
         for group in gl.static_range(COUNT):
+            block = (begin + step) * COUNT + group
             sums = gl.zeros([ROWS, TOKENS], gl.float32, ACC) if SCALES_SUMS else acc
             for number in gl.static_range(EVERY):
                 box = slot * BOXES + group * EVERY + number
                 if VALUES is None:
                     numbers = tiles.index(box).load(LEFT)
                 else:
-                    operand = operands[group] if HAS_OPERANDS else None  # type: ignore[index]
+                    operand = None
+                    if VALUES == "e2m1":
+                        operand = tables[0].index(block).load(gl.SliceLayout(1, GROUPS))
+                    elif VALUES == "u4" and len(tables) == 1:
+                        operand = gl.full([ROWS], 8, gl.int32, gl.SliceLayout(1, BYTES))
+                    elif VALUES == "u4":
+                        operand = tables[1].index(block).load(gl.SliceLayout(1, BYTES))
                     numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
                 sums = mma_v2(numbers, x_rows.index(box).permute((1, 0)).load(RIGHT), sums)
             if SCALES_SUMS:
-                acc += sums * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
+                acc += sums * tables[0].index(block).load(gl.SliceLayout(1, ACC)).to(gl.float32)[:, None]
             else:
                 acc = sums
-        if SCALES_SUMS:
-            factors = next_factors
-        if HAS_OPERANDS:
-            operands = next_operands
         if step + STAGES < steps:
             barrier()  # all have read the stage
             _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, HALF, BOXES,
@@ -307,8 +346,9 @@ def _gate_up_kernel(
         scale = gl.load(scales + own // SCALE_ROWS)
     if bias is not None:
         term = gl.load(bias + own)
-    acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
-                  SCALE_COLUMNS, NUM, None, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
+    tables = _load_tables(scales, zeros, blocks, VALUES, SCALE_COLUMNS, COLUMNS, BOXES, NUM, ROWS)
+    acc = _sum_up(x, weight, tables, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES, SCALE_COLUMNS,
+                  None, None, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     sums, is_last = _pick(acc, row * 0), True
     if SPLITS > 1:
         tile = pair * gl.num_programs(0) + gl.program_id(0)
@@ -372,14 +412,15 @@ def _down_kernel(
         scale = gl.load(scales + own // SCALE_ROWS)
     if bias is not None:
         term = gl.load(bias + own)
+    tables = _load_tables(scales, zeros, blocks, VALUES, SCALE_COLUMNS, COLUMNS, BOXES, ALL - FIRST, ROWS)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
         if stage < steps:
             _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS * HALVES, HALF, BOXES,
                   COLUMNS, ROWS, TOKENS)  # fmt: skip
-    acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
-                  ALL - FIRST, PARTS * HALVES, HALF, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
+    acc = _sum_up(x, weight, tables, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
+                  PARTS * HALVES, HALF, BOXES, STAGES, COLUMNS, ROWS, TOKENS)  # fmt: skip
     sums = _pick(acc, row // EACH)
     if HALVES > 1:  # of which the first one is what both add up to, and the other one zero
         both = gl.sum(sums.reshape([PARTS, HALVES, EACH]), 1)

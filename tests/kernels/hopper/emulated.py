@@ -203,7 +203,8 @@ def _language() -> Any:
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
     layouts = (
-        "NVMMADistributedLayout NVMMASharedLayout SliceLayout DotOperandLayout DistributedLinearLayout BlockedLayout"
+        "NVMMADistributedLayout NVMMASharedLayout SliceLayout DotOperandLayout DistributedLinearLayout BlockedLayout "
+        "SwizzledSharedLayout"
     )
     for name in layouts.split():
         setattr(made, name, lambda *args: SimpleNamespace(value=None, version=args[0]))

@@ -96,9 +96,10 @@ def choose_ring(
     room = PROGRAMS.get(encoding.bits, 0) * gpu.units // programs if splits_columns else 1
     splits = max(1, min(room, steps // MIN_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
-    room_of_stages = gpu.shared_memory // together - OTHER_MEMORY - table_bytes(inner, encoding, sizes)
-    fitting = room_of_stages // (boxes * box_bytes(encoding, sizes))
-    return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
+    stage, tables = boxes * box_bytes(encoding, sizes), table_bytes(inner, encoding, sizes)
+    fitting = (gpu.shared_memory // together - OTHER_MEMORY - tables) // stage
+    room = MAX_STAGES - -(-tables // stage)  # the next kernel's programs must fit in, too
+    return Ring(boxes, max(1, min(fitting, -(-steps // splits), room)), splits)
 
 
 def halve(inner: int, encoding: WeightEncoding) -> int | None:

@@ -98,8 +98,8 @@ def choose_ring(
     together = min(-(-programs * splits // gpu.units), 4)
     stage, tables = boxes * box_bytes(encoding, sizes), table_bytes(inner, encoding, sizes)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY - tables) // stage
-    room = MAX_STAGES - -(-tables // stage)  # the next kernel's programs must fit in, too
-    return Ring(boxes, max(1, min(fitting, -(-steps // splits), room)), splits)
+    max_stages = MAX_STAGES - -(-tables // stage)  # the next kernel's programs must fit in, too
+    return Ring(boxes, max(1, min(fitting, -(-steps // splits), max_stages)), splits)
 
 
 def halve(inner: int, encoding: WeightEncoding) -> int | None:

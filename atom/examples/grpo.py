@@ -10,16 +10,17 @@ shared memory while it is paused. What is printed last: how far the server's log
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import torch
 import transformers
 from torch import Tensor
@@ -40,15 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m atom.examples.grpo")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="updates of the weights (default: 12)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, prompts and answers (default: 0)")
-    args = parser.parse_args(argv)
+    train(parser.parse_args(argv))
+    return 0
+
+
+def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     model = transformers.AutoModelForCausalLM.from_config(TINY, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        with serve(folder) as server:
+        with serve(folder) as url:
             for step in range(args.steps + 1):
-                tokens, sampled, version = sample(server, seed=args.seed + step * GROUP)
+                tokens, sampled, version = sample(url, seed=args.seed + step * GROUP)
                 rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
                 logprobs = score(model, tokens)
                 apart = (logprobs - sampled).abs().max()
@@ -57,15 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     optimizer.zero_grad()
                     find_loss(logprobs, sampled, rewards).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
-                    send(server, model, version=f"step-{step + 1}")
-    return 0
+                    send(url, model, version=f"step-{step + 1}")
 
 
-def sample(server: httpx.Client, seed: int) -> tuple[Tensor, Tensor, str]:
+def sample(url: str, seed: int) -> tuple[Tensor, Tensor, str]:
     """Prompts and answers i64[answers, PROMPT + ANSWER], the answers' log probabilities, and by which weights."""
     prompts = torch.randint(TINY.vocab_size, (PROMPTS, PROMPT)).tolist()
     body = {"prompt": prompts, "seed": seed, "return_weight_versions": True, **WANTED}
-    choices = server.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    choices = post(f"{url}/v1/completions", body)["choices"]
     tokens = torch.tensor([[*each["prompt_token_ids"], *each["token_ids"]] for each in choices])
     logprobs = torch.tensor([each["logprobs"]["token_logprobs"] for each in choices])
     (version,) = {span["version"] for each in choices for span in each["weight_versions"]}
@@ -86,40 +90,46 @@ def find_loss(logprobs: Tensor, old: Tensor, rewards: Tensor) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
 
 
-def send(server: httpx.Client, model: Any, version: str) -> None:
+def send(url: str, model: Any, version: str) -> None:
     """Give the server the trainer's weights; what KV it has of older ones is forgotten."""
-    server.post("/pause?mode=wait").raise_for_status()
+    post(f"{url}/pause?mode=wait", {})
     with SharedWeights(model.state_dict()) as shared:
-        body = {"update_info": shared.update_info | {"version": version}}
-        server.post("/update_weights", json=body).raise_for_status()
-    server.post("/resume").raise_for_status()
+        post(f"{url}/update_weights", {"update_info": shared.update_info | {"version": version}})
+    post(f"{url}/resume", {})
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
 
 
 @contextmanager
-def serve(folder: str) -> Iterator[httpx.Client]:
-    """A server of a checkpoint. RuntimeError if it ends before it serves."""
+def serve(folder: str) -> Iterator[str]:
+    """A server of a checkpoint; its address. RuntimeError if it ends before it serves."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = (f"checkpoint={folder}", "dtype=fp32", "device=cpu", "level=1", "serve.max_model_len=64")
     address = ("serve.http.host=127.0.0.1", f"serve.http.port={port}", "serve.http.log_level=warning")
     process = subprocess.Popen([sys.executable, "-m", "atom", *options, *address], stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, trust_env=False) as client:
-            while not is_healthy(client):
-                if (code := process.poll()) is not None:
-                    raise RuntimeError(f"the server has ended with exit code {code}; its error is above")
-                time.sleep(0.1)
-            yield client
+        while not is_healthy(url):
+            if (code := process.poll()) is not None:
+                raise RuntimeError(f"the server has ended with exit code {code}; its error is above")
+            time.sleep(0.1)
+        yield url
     finally:
         process.terminate()
         process.wait()
 
 
-def is_healthy(client: httpx.Client) -> bool:
+def is_healthy(url: str) -> bool:
     try:
-        return client.get("/health").is_success
-    except httpx.TransportError:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except OSError:
         return False
+    return True
 
 
 if __name__ == "__main__":

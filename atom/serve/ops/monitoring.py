@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import atom
 from atom.config import Config
 from atom.config.spelling import HIDDEN, is_secret
-from atom.graph import TORCH_DTYPES
+from atom.dtypes import DTYPES
 from atom.measurement.hardware import describe_cpus
 from atom.runtime.draft.speculation import draft_statistics
 from atom.serve.context import Context
@@ -151,7 +151,7 @@ def vllm_names(config: Config) -> dict[str, Any]:
     parallel, serve = config.parallel, config.serve
     return {
         "model_config": {
-            "dtype": str(TORCH_DTYPES[config.dtype]),
+            "dtype": f"torch.{DTYPES[config.dtype].name}",
             "max_model_len": serve.max_model_len,
             "logprobs_mode": "raw_logprobs",
         },

@@ -89,6 +89,7 @@ DENSE = Bounds()
 # a near tie may give a token another expert, and all that attend to it other numbers
 ROUTED = Bounds(answers=1.5, part=4.0)
 FP8_EXPERTS = ROUTED._replace(prompts=2.5)  # only the device rounds the activations of experts
+MXFP4_IN_FP8 = ROUTED._replace(prompts=6.0)  # the same, next to linears in bf16: 6% by fp8, of which bf16 has 1.4%
 
 
 class Skipped(Exception):
@@ -379,7 +380,7 @@ def mxfp4_in_fp8(session: Session) -> str:
     plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     quantized = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     folder = session.write(gpt_oss(num_local_experts=4, quantization_config=quantized))
-    return session.compare(Check(folder, (1100,), **_in_fp8(session), runs=("fp8 experts",), bounds=FP8_EXPERTS))
+    return session.compare(Check(folder, (1100,), **_in_fp8(session), runs=("fp8 experts",), bounds=MXFP4_IN_FP8))
 
 
 def _in_fp8(session: Session) -> dict[str, Any]:

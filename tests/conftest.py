@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import file_queue
 import numpy
 import pytest
 import torch
@@ -83,16 +82,15 @@ def policy_place(request: pytest.FixtureRequest) -> Place:
 @pytest.fixture(scope="session", autouse=True)
 def shared_libraries() -> None:
     """Processes of one run share the C++ libraries in the cache folder that users have too, whatever test is first."""
-    if file_queue.PROCESS not in os.environ:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
         return
     from atom.cache import Cache
     from atom.config.load import load
     from atom.kernels.cpp import build
 
     with build.keep_libraries(Cache(Path(str(load([]).cache)))):
-        for source in build.SOURCES[
-            :: 1 if os.environ[file_queue.PROCESS] == "0" else -1
-        ]:  # another process begins with another one
+        for source in build.SOURCES[:: 1 if worker == "gw0" else -1]:  # another process begins with another one
             build.load_library(source)
 
 
@@ -171,7 +169,7 @@ def forget_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def one_compiler() -> Iterator[None]:
     """With other tests at a time, pieces are compiled in turn: a second compiler would begin from its imports too."""
     allowed = os.sched_getaffinity(0)
-    if file_queue.PROCESS in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
         os.sched_setaffinity(0, {random.SystemRandom().choice([*allowed])})
     yield
     os.sched_setaffinity(0, allowed)
@@ -188,9 +186,34 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+class ReversedFolder(pytest.Dir):
+    """A folder whose last file is collected first."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """One of the processes begins at the end: what it compiles to bytecode the others find, and it what they do."""
+    return ReversedFolder.from_parent(parent, path=path) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else None
+
+
+def place_of_file(item: pytest.Item) -> tuple[int, Path]:
+    """Where a file comes in a run: by its name, but among processes that share the cores in a mixed order.
+
+    Files of tests/serve wait for processes: they meet files that compute, not each other.
+    """
+    name = item.nodeid.partition("::")[0]
+    return (crc32(name.encode()) if "PYTEST_XDIST_WORKER" in os.environ else 0), item.path
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Most cases of a sampled test are slow; under Triton's interpreter all but two cases of any test are."""
+    """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow.
+
+    Under Triton's interpreter all but two cases of any test are.
+    """
+    items.sort(key=lambda item: (item.get_closest_marker("early") is None, place_of_file(item)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -210,7 +233,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    file_queue.register(config)
     if "not slow" in config.option.markexpr:
         settings.load_profile("quick")
 

@@ -8,6 +8,8 @@ wide = round_weight(weight, "fp8[1, *]")            # fp32[O, I]: those of a wei
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,9 +50,9 @@ def round_weight(weight: Tensor | PackedWeight, act: str) -> Tensor:
 
     Numbers of 4 bits are rounded to fp8 with a scale by row, the smallest power of 2 that its largest number fits by.
     """
-    wide = plain(weight).float()
     if not isinstance(weight, PackedWeight) or rounded_act_of(str(weight.type.fmt)) != act:
-        return wide
+        return plain(weight).float()
+    wide = replace(weight, type=replace(weight.type, dtype="fp32")).unpack()  # so that it is rounded once
     mantissa, exponent = torch.frexp(wide.abs().amax(-1, keepdim=True).clamp_(min=MIN_ROW))
     # 448 is 0.875 * 2^9
     scales = torch.ldexp(torch.ones_like(mantissa), exponent - 9 + (mantissa > 0.875))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from atom.graph import Dequantize, Graph, Recipe, ops
-from atom.graph.formats import FormatError
+from atom.graph.formats import FormatError, rounded_act_of
 from atom.graph.graph import type_of
 from atom.graph.parts import aligned, has_parts, parts_of
 from atom.graph.recipe_contents import packed_to, packed_while_loading
@@ -81,7 +81,9 @@ def _as_kernels_take_it(weight: Recipe, calls: Sequence[tuple[Node, int]], conte
             parts_of(packed)
     except FormatError:  # a slice cuts blocks, or each of the joined tensors has an order of its own
         return Dequantize(weight)
-    return Dequantize(weight) if refusing else packed
+    acts = {node.kwargs.get("act") for node, _ in calls} if context.keeps_act else set[str | None]()
+    is_rounded = packed.type.fmt is not None and rounded_act_of(packed.type.fmt) in acts - {None}
+    return Dequantize(weight) if refusing and not is_rounded else packed  # the reference, too, rounds what has 4 bits
 
 
 def _refusals(node: Node, place: int, context: PassContext) -> list[str] | None:

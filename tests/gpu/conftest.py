@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import file_queue
 import pytest
 import torch
 from gpu.steps import FIELDS
@@ -17,7 +16,7 @@ from atom import LLMEngine
 def gpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache folder of all engines of the session, in whichever of its processes: equal kernels are compiled once."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if file_queue.PROCESS in os.environ else base) / "gpu-cache"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gpu-cache"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 

@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import file_queue
 import pytest
 from filelock import FileLock
 from pieces.text import TEXT
@@ -27,7 +26,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the text's code, made with these programs, once for all processes of a run."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if file_queue.PROCESS in os.environ else base) / "compiled"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             files = compile_text(tools)

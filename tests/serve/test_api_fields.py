@@ -149,6 +149,10 @@ def reaches_template(more: dict[str, Any], num_tokens: int) -> Row:
     return check
 
 
+def first_token(logprobs: dict[str, Any]) -> str:
+    return str(logprobs["content"][0]["token"] if "content" in logprobs else logprobs["tokens"][0])
+
+
 def hints(field: str, one: Any, other: Any, path: str = CHAT) -> Row:
     """A field of a chat or a completion that is a label or a hint: the answer is that without it."""
     model, base = (schema.ChatRequest, TALK) if path == CHAT else (schema.CompletionRequest, COMPLETION)
@@ -431,6 +435,14 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             lambda it: it.choices[0].get("token_ids"),
             None,
             [64, 65, 66, 67, 68, 69],
+        ),
+        "return_tokens_as_token_ids": makes(
+            path,
+            known | {"logprobs": True if path == CHAT else 1},
+            known | {"logprobs": True if path == CHAT else 1, "return_tokens_as_token_ids": True},
+            lambda it: first_token(it.choices[0]["logprobs"]),
+            "a",
+            "token_id:64",
         ),
         "return_weight_versions": makes(
             path,

@@ -43,7 +43,7 @@ KINDS = {
             "^_(logits|choose|route_few|count|group|place|plan|number|combine|sum_rows)_kernel$",
         ),
         "elementwise": (
-            "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_unpack_",
+            "norm|quantize|elementwise|triton_(poi|red|per)_fused|^_(gate|scale)_kernel$|^_(unpack|round_shuffled)_",
             r"\.(embedding|add|mul|affine|steer|scale|softcap|clamp|activate|gated_activate|xielu|rotary|rope)$",
             r"^_(sum_parts|finish_logits|sinkhorn)_kernel$|\.(stream_logits|stream_gate|sinkhorn|mix_streams)$",
         ),

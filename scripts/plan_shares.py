@@ -53,8 +53,9 @@ def replace_shares(text: str, kinds: Mapping[str, Kind] | None = None) -> str:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether a row is of one GPU, of requests of equal lengths, and without drafts or images."""
-    return row.num_gpus == 1 and row.input_len.isdecimal() and not any(each.startswith("serve.") for each in row.setup)
+    """Whether a row is of one GPU, of requests of equal lengths, and without drafts, images or `quant.act`."""
+    others = any(each.startswith(("serve.", "quant.act=")) for each in row.setup)
+    return row.num_gpus == 1 and row.input_len.isdecimal() and not others
 
 
 def describe_row(name: str, row: Row, measured: Result, kind: Kind) -> str:
@@ -74,14 +75,16 @@ def num_layers(row: Row) -> int:
 
 def find_kind(row: Row) -> Kind:
     """Compile the model as a plan does. Takes seconds."""
+    from atom.compiler.artifact import semantic_graph
     from atom.config.load import load
     from atom.config.schema import ParallelConfig
-    from atom.jobs.plan.candidates import compile_candidate
+    from atom.jobs.plan.candidates import Format, compile_candidate
     from atom.kernels import Target
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text((CONFIGS / f"{row.model}.json").read_text())
         config = load([f"checkpoint={folder}", "job=explain", "job.gpu=h200", "device=cuda", *row.setup])
         target = Target("cuda", frozenset(yaml.safe_load((CONF / "h200.yaml").read_text())["features"]))
-        candidate = compile_candidate(config, ParallelConfig(), target)
+        fmt = Format("", config.serve.kv_cache_dtype, config, [], semantic_graph(config))
+        candidate = compile_candidate(fmt, ParallelConfig(), target)
     return candidate.bits, int(candidate.is_mixture), int(candidate.is_recurrent)

@@ -55,9 +55,10 @@ def act_of(fmt: str) -> str | None:
 
 
 def rounded_act_of(fmt: str) -> str | None:
-    """The format of activations that a weight of 4 bits is multiplied with once its numbers are rounded to 8, too.
+    """The format of activations that a weight of 4 bits is multiplied with once it is rounded to 8 bits, see
+    `quantize_rows.round_weight`. None: it is not.
 
-    Of MXFP4, whose numbers e4m3 has as they are, unless they are 2^14 times smaller than the largest of their row.
+    MXFP4 loses nothing by that, unless a number is 2^14 times smaller than the largest of its row.
     """
     known = parse_format(fmt)
     return "fp8[1, *]" if known.kind in ROUNDED and not known.has_order else None

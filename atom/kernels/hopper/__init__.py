@@ -75,7 +75,7 @@ def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: 
 
 
 def _own_acts(weight: Type, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a linear without activations that its weight is rounded for."""
+    """Attributes of a linear, without the formats of activations if its weight is rounded for them."""
     act = attributes.get("act")
     if act is None or weight.fmt is None or rounded_act_of(weight.fmt) != act:
         return attributes
